@@ -1,0 +1,6 @@
+"""Calibration and evaluation text."""
+
+from gsq_module.data.module import CalibrationData
+from gsq_module.data.sources import HubDataset, PythonTopics, Speeches, TextFiles, TextSource
+
+__all__ = ["CalibrationData", "HubDataset", "PythonTopics", "Speeches", "TextFiles", "TextSource"]

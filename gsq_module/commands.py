@@ -1,0 +1,280 @@
+"""What the subcommands do, from checks to summary. Nothing heavy is loaded before every check has passed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from transformers import AutoTokenizer
+
+from callbacks import RunProgress
+from gsq_module.coverage import Coverage, check_geometry, measure_coverage
+from gsq_module.data.module import CalibrationData
+from gsq_module.evaluation import streamed_perplexity, whole_model_perplexity
+from gsq_module.export.folder import check_destination
+from gsq_module.export.reader import open_checkpoint
+from gsq_module.export.writer import ExportReport, export_checkpoint
+from gsq_module.memory.stages import StageClock, StageListener
+from gsq_module.module import GSQModule
+from gsq_module.pipeline import BlockLoop, Samples
+from gsq_module.refinement import UnitRefiner
+from gsq_module.run_directory import RunDirectory, UnitResult, UnitShards
+from gsq_module.streaming import source
+from gsq_module.streaming.model import StreamedModel
+from gsq_module.summary import build_summary, print_summary
+
+
+def raise_collected(problems: Iterable[str]) -> None:
+    """Raise one ValueError that lists all problems, if there are any."""
+    problems = list(problems)
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+@dataclass
+class Run:
+    """A recipe with everything it needs to be carried out.
+
+    Attributes:
+        trainer: The one Trainer.
+        recipe: The `model` section.
+        data: The `data` section.
+        directory: The run directory.
+        reload_max_gib: Exports whose dense weights are at most this large are also loaded whole with transformers.
+    """
+
+    trainer: Trainer
+    recipe: GSQModule
+    data: CalibrationData
+    directory: RunDirectory
+    reload_max_gib: float
+
+    def __post_init__(self) -> None:
+        self.device: torch.device = self.trainer.strategy.root_device
+        self.dtype = self.recipe.torch_dtype(self.device)
+        listeners = [callback for callback in self.trainer.callbacks if isinstance(callback, StageListener)]  # type: ignore[attr-defined]
+        self.clock = StageClock(self.device, listeners)
+        self.progress = next(callback for callback in self.trainer.callbacks if isinstance(callback, RunProgress))  # type: ignore[attr-defined]
+
+    # --- checks ------------------------------------------------------------------------------------------------------
+
+    def check_recipe(self) -> None:
+        """Checks that need no weights, no network and no tokenizer.
+
+        Raises:
+            ValueError: Lists every problem.
+        """
+        problems: list[str] = []
+        try:
+            folder = source.locate(self.recipe.path, self.recipe.gguf_file)
+            if folder is not None:
+                check_destination(folder, self.directory.export)
+        except (ValueError, FileNotFoundError) as error:
+            problems.append(str(error))
+        try:
+            self.data.check()
+        except ValueError as error:
+            problems.append(str(error))
+        if self.trainer.world_size > 1:
+            problems.append(f"trainer.devices: {self.trainer.world_size} devices; this version runs on one")
+        problems += self._share_batch()
+        raise_collected(problems)
+
+    def _share_batch(self) -> list[str]:
+        """Settle accumulate_grad_batches and microbatch_size: both only divide the batch of one optimizer step."""
+        wished = self.trainer.accumulate_grad_batches
+        world_size = self.trainer.world_size
+        if wished > 1 and self.data.microbatch_size is None:
+            if self.data.batch_size % (wished * world_size):
+                return [
+                    f"trainer.accumulate_grad_batches={wished} does not divide data.batch_size={self.data.batch_size} "
+                    f"over {world_size} device(s)"
+                ]
+            self.data.microbatch_size = self.data.batch_size // (wished * world_size)
+        try:
+            needed = self.data.accumulate_grad_batches(world_size)
+        except ValueError as error:
+            return [str(error)]
+        if wished not in (1, needed):
+            return [
+                f"trainer.accumulate_grad_batches={wished}, but data.batch_size={self.data.batch_size} in microbatches of "
+                f"{self.data.microbatch_size} takes {needed}: leave one of them out"
+            ]
+        self.trainer.accumulate_grad_batches = needed
+        return []
+
+    def start_loggers(self) -> None:
+        """Make every logger connect now: a missing key or network must not show after hours."""
+        for logger in self.trainer.loggers:
+            try:
+                _ = logger.experiment  # type: ignore[attr-defined]
+            except Exception as error:
+                raise ValueError(
+                    f"trainer.logger: {type(logger).__name__} cannot start ({type(error).__name__}: {error}). "
+                    "For W&B: wandb login, or work offline with --trainer.logger.init_args.offline true"
+                ) from error
+
+    # --- the parts of a run ------------------------------------------------------------------------------------------
+
+    def open_model(self) -> StreamedModel:
+        """The recipe's checkpoint, on the meta device, its geometry checked against the recipe."""
+        folder = source.fetch(self.recipe.path, self.recipe.gguf_file, self.directory.source)
+        model = StreamedModel.from_checkpoint(open_checkpoint(folder), self.device, self.dtype)
+        raise_collected(check_geometry(model, self.recipe))
+        return model
+
+    def tokenize(self, folder: Path) -> None:
+        self.data.tokenize(AutoTokenizer.from_pretrained(folder))
+
+    def quantize(self, model: StreamedModel) -> list[UnitResult]:
+        """The block loop of the recipe."""
+        shards = self.directory.units(self.recipe.grid)
+        samples = Samples.of(self.data.train, self.data.validation, self.data.gptq)
+        steps = self.recipe.refinement.epochs * (self.data.train_samples // self.data.batch_size)
+        num_blocks = min(self.recipe.num_blocks or model.num_blocks, model.num_blocks)
+        finished = [shards.load(index, kind) for index in range(num_blocks) for kind in self.recipe.units]
+        self.progress.begin_run(len(finished), sum(entry is not None for entry in finished))
+        results = self._loop(model, samples, self.recipe.target, steps, self._tell).run(shards, self._refiner())
+        self.progress.end_run()
+        return results
+
+    def quantize_initially(self, model: StreamedModel) -> UnitShards:
+        """The same loop without refinement: what the initializer alone comes to."""
+        shards = self.directory.initial_units(self.recipe.grid)
+        samples = Samples.of(self.data.train[:0], self.data.validation, self.data.gptq)
+        self._loop(model, samples, "original_unit", 0, on_unit=lambda result: None).run(shards, self._refiner())
+        return shards
+
+    def _refiner(self) -> UnitRefiner:
+        return UnitRefiner(self.trainer, self.recipe, self.data)
+
+    def _loop(
+        self, model: StreamedModel, samples: Samples, target: str, steps: int, on_unit: Callable[[UnitResult], None]
+    ) -> BlockLoop:
+        sizes = self.data.microbatch_sizes(self.trainer.world_size)
+        return BlockLoop(
+            recipe=self.recipe,
+            model=model,
+            samples=samples,
+            batch_size=max(sizes),
+            loader_sizes=sizes,
+            clock=self.clock,
+            scratch=self.directory.activations,
+            target=target,
+            steps=steps,
+            on_unit=on_unit,
+        )
+
+    def _tell(self, result: UnitResult) -> None:
+        text = f"error {result.initial_error:.4f} -> {result.refined_error:.4f}"
+        self.progress.end_unit(text if result.kept == "refined" else f"{text}, initial codes kept")
+        metrics = {
+            "unit/block": float(result.block),
+            "unit/initial_error": result.initial_error,
+            "unit/refined_error": result.refined_error,
+            "unit/codes_changed": result.codes_changed,
+        }
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=self.trainer.global_step)
+
+    def export(self, model: StreamedModel, coverage: Coverage) -> ExportReport:
+        """Write the finished units as a checkpoint."""
+        weights = self.directory.units(self.recipe.grid).weights()
+        missing = [name for name in coverage.quantized if name not in weights]
+        if missing:
+            raise ValueError(
+                f"run_dir={str(self.directory.path)!r} lacks {len(missing)} of {len(coverage.quantized)} quantized layers "
+                f"({', '.join(missing[:3])} ...): the run is not finished. Start fit again with the same --config"
+            )
+        with self.clock.stage("export"):
+            return export_checkpoint(
+                model.checkpoint,
+                self.directory.export,
+                weights,
+                self.recipe.grid,
+                self.recipe.group_size,
+                ignore=coverage.float_linears,
+                tied=[f"{model.head_path}.weight"] if model.is_tied else [],
+            )
+
+    def perplexity(self, model: StreamedModel, weights: Mapping[str, Any] | None = None) -> dict[str, float]:
+        with self.clock.stage("evaluate"):
+            batch_size = self.data.microbatch_size or self.data.batch_size
+            return streamed_perplexity(
+                model, self.data.evaluation_tokens, batch_size, self.directory.activations, weights
+            )
+
+    def reloaded_perplexity(self) -> dict[str, float]:
+        """Of the export, loaded whole by plain transformers."""
+        with self.clock.stage("reload"):
+            return whole_model_perplexity(self.directory.export, self.data.evaluation_tokens, self.device, self.dtype)
+
+
+def fit(run: Run, began: float) -> dict[str, Any]:
+    """Quantize, export, evaluate, summarize.
+
+    Args:
+        run: Checked by `check_recipe`.
+        began: `time.perf_counter()` at the start of the command.
+    """
+    model = run.open_model()
+    run.tokenize(model.checkpoint.directory)
+    recipe, directory = run.recipe, run.directory
+    coverage = measure_coverage(model, recipe)
+    perplexities = {"original": run.perplexity(model)}
+    if recipe.measure_initial and recipe.refinement.epochs:
+        initial = run.quantize_initially(model)
+        perplexities["initial"] = run.perplexity(model, initial.weights())
+    results = run.quantize(model)
+    shards = directory.units(recipe.grid)
+    report = run.export(model, coverage)
+    perplexities["quantized"] = run.perplexity(model, shards.weights())
+    dense_bytes = sum(parameter.numel() for parameter in model.model.parameters()) * (torch.finfo(run.dtype).bits // 8)
+    if dense_bytes <= run.reload_max_gib * 2**30:
+        perplexities["reloaded"] = run.reloaded_perplexity()
+    seconds = time.perf_counter() - began
+    summary = build_summary(perplexities, coverage, results, report, run.clock, seconds, str(directory.export))
+    path = directory.write_summary(summary)
+    for logger in run.trainer.loggers:
+        flat = {f"perplexity/{text}/{name}": v for name, values in perplexities.items() for text, v in values.items()}
+        logger.log_metrics(flat, step=run.trainer.global_step)
+        logger.finalize("success")
+    print_summary(summary)
+    print(f"summary: {path}")
+    return summary
+
+
+def export(run: Run) -> ExportReport:
+    """Export the finished units of a run again."""
+    model = run.open_model()
+    report = run.export(model, measure_coverage(model, run.recipe))
+    print(f"{run.directory.export}: {len(report.files)} file(s), {report.total_bytes / 2**30:.2f} GiB")
+    return report
+
+
+def evaluate(run: Run, checkpoint: str | None, whole_model: bool) -> dict[str, float]:
+    """Perplexity of one checkpoint on the recipe's evaluation texts.
+
+    Args:
+        run: Checked by `check_recipe`.
+        checkpoint: Folder; `original` for the recipe's own model; None for the run's export.
+        whole_model: Through plain transformers instead of block by block.
+    """
+    folder = run.directory.export if checkpoint is None else Path(checkpoint)
+    if checkpoint == "original":
+        folder = source.fetch(run.recipe.path, run.recipe.gguf_file, run.directory.source)
+    opened = open_checkpoint(folder)
+    run.tokenize(folder)
+    if whole_model:
+        result = whole_model_perplexity(folder, run.data.evaluation_tokens, run.device, run.dtype)
+    else:
+        result = run.perplexity(StreamedModel.from_checkpoint(opened, run.device, run.dtype))
+    for name, value in result.items():
+        print(f"{folder} {name}: perplexity {value:.3f}")
+    return result
+

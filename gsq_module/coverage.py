@@ -1,0 +1,99 @@
+"""What of a model is quantized, and what stays in float and why: from its geometry alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from gsq_module.module import GSQModule
+from gsq_module.pipeline import find_units
+from gsq_module.streaming.model import StreamedModel
+from gsq_module.streaming.units import indivisible_linears
+
+
+@dataclass
+class Coverage:
+    """Parameters of a model by what becomes of them.
+
+    Attributes:
+        quantized: Module paths of the linears that are quantized, in block order.
+        quantized_parameters: Their weights.
+        float_parameters: Parameters that stay in float, by reason.
+        float_linears: Module paths of the linears that stay in float: the export's `ignore` list.
+    """
+
+    quantized: list[str] = field(default_factory=list)
+    quantized_parameters: int = 0
+    float_parameters: dict[str, int] = field(default_factory=dict)
+    float_linears: list[str] = field(default_factory=list)
+
+    @property
+    def fraction(self) -> float:
+        """Quantized parameters as a fraction of all, tied ones counted once."""
+        return self.quantized_parameters / (self.quantized_parameters + sum(self.float_parameters.values()))
+
+
+def check_geometry(model: StreamedModel, recipe: GSQModule) -> list[str]:
+    """Everything about the recipe that this model's geometry refuses; empty when it fits."""
+    problems: list[str] = []
+    indivisible: list[str] = []
+    for index in range(_num_blocks(model, recipe)):
+        try:
+            for unit in find_units(model, index, recipe):
+                indivisible += indivisible_linears(unit, recipe.group_size)
+        except ValueError as error:
+            problems.append(str(error))
+    if indivisible:
+        problems.append(
+            f"model.group_size={recipe.group_size} does not divide the input width of {len(indivisible)} linears: "
+            f"{', '.join(indivisible[:6])}{' ...' if len(indivisible) > 6 else ''}. "
+            "Choose a group_size that divides them (32, 64 and 128 are common), or keep them in float with model.ignore"
+        )
+    if recipe.num_blocks is not None and recipe.num_blocks > model.num_blocks:
+        problems.append(f"model.num_blocks={recipe.num_blocks}: the model has {model.num_blocks} blocks")
+    return problems
+
+
+def _num_blocks(model: StreamedModel, recipe: GSQModule) -> int:
+    return min(recipe.num_blocks or model.num_blocks, model.num_blocks)
+
+
+def measure_coverage(model: StreamedModel, recipe: GSQModule) -> Coverage:
+    """Sort a model's parameters; weights need not be loaded."""
+    coverage = Coverage()
+    for index in range(_num_blocks(model, recipe)):
+        for unit in find_units(model, index, recipe):
+            for path, linear in unit.linears.items():
+                coverage.quantized.append(unit.full_name(path))
+                coverage.quantized_parameters += linear.weight.numel()
+    chosen = {f"{name}.weight" for name in coverage.quantized}
+    modules = dict(model.model.named_modules())
+    coverage.float_linears = [
+        name for name, module in modules.items() if isinstance(module, nn.Linear) and name not in coverage.quantized
+    ]
+    tied = model.is_tied
+    for name, parameter in model.model.named_parameters():
+        if name in chosen or (tied and name == f"{model.head_path}.weight"):
+            continue
+        reason = _reason(name, modules[name.rpartition(".")[0]], model, recipe)
+        coverage.float_parameters[reason] = coverage.float_parameters.get(reason, 0) + parameter.numel()
+    return coverage
+
+
+def _reason(name: str, owner: nn.Module, model: StreamedModel, recipe: GSQModule) -> str:
+    if name == f"{model.embedding_path}.weight":
+        return "embedding, tied with the head" if model.is_tied else "embedding"
+    if name == f"{model.head_path}.weight":
+        return "head"
+    if not name.startswith(f"{model.blocks_path}."):
+        return "outside the decoder blocks"
+    if not isinstance(owner, nn.Linear) or not name.endswith(".weight"):
+        return "norms, biases and other small tensors"
+    index = int(name.removeprefix(f"{model.blocks_path}.").partition(".")[0])
+    if index >= _num_blocks(model, recipe):
+        return "blocks after model.num_blocks"
+    unit_prefixes = [f"{unit.name}." for unit in find_units(model, index, recipe)]
+    if any(name.startswith(prefix) for prefix in unit_prefixes):
+        return "linears in model.ignore"
+    return "linears outside model.units"

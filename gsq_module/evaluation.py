@@ -1,0 +1,128 @@
+"""Perplexity of a model: block by block in the memory of one block, or whole through plain transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torchmetrics.text
+from torch import Tensor
+
+from gsq_module.quantization.grid import QuantizedWeight
+from gsq_module.streaming.activations import ActivationStore, batches, choose_location
+from gsq_module.streaming.model import StreamedModel
+
+HEAD_TOKENS = 512
+"""Positions whose logits are computed at once: with a vocabulary of 250,000, half a gigabyte in float32."""
+
+
+class Perplexity:
+    """torchmetrics' perplexity, fed with hidden states or logits of whole sequences."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._metric = torchmetrics.text.Perplexity().to(device)
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        """Add predictions.
+
+        Args:
+            logits: float32 `[batch, length, vocabulary]`.
+            targets: int64 `[batch, length]`, the token that follows each position.
+        """
+        self._metric.update(logits, targets)
+
+    def compute(self) -> float:
+        return float(self._metric.compute())
+
+
+@torch.no_grad()
+def streamed_perplexity(
+    model: StreamedModel,
+    texts: Mapping[str, Tensor],
+    batch_size: int,
+    scratch: Path,
+    quantized: Mapping[str, QuantizedWeight] | None = None,
+) -> dict[str, float]:
+    """Perplexity of each text, one block of the model in memory at a time.
+
+    Args:
+        model: The checkpoint's model (an exported one is read through `export.reader.open_checkpoint`).
+        texts: int64 `[num_samples, seq_len]` by name.
+        batch_size: Samples at a time.
+        scratch: Folder for hidden states that do not fit the memory.
+        quantized: Hard weights by module path that stand in for the checkpoint's.
+
+    Returns:
+        Perplexities by name.
+    """
+    quantized = quantized or {}
+    hidden_size = model.model.get_input_embeddings().embedding_dim  # type: ignore[operator]
+    itemsize = torch.finfo(model.dtype).bits // 8
+    total_bytes = sum(tokens.numel() for tokens in texts.values()) * hidden_size * itemsize
+    location = choose_location("auto", total_bytes, model.device)
+    with ExitStack() as cleanup:
+        stores: dict[str, ActivationStore] = {}
+        calls = {}
+        for name, tokens in texts.items():
+            file = scratch / f"evaluation_{name}.bin"
+            store = ActivationStore((*tokens.shape, hidden_size), model.dtype, location, model.device, file)
+            cleanup.callback(store.close)
+            stores[name] = store
+            model.embed(tokens, store, batch_size)
+            for rows in batches(len(tokens), batch_size):
+                shape = (rows.stop - rows.start, tokens.shape[1])
+                if shape not in calls:
+                    calls[shape] = model.record_calls(*shape)
+        for index in range(model.num_blocks):
+            block = model.load_block(index)
+            place_weights(model, index, quantized)
+            for store in stores.values():
+                for rows in batches(len(store), batch_size):
+                    hidden = store.read(rows, model.device, model.dtype)
+                    store.write(rows, calls[hidden.shape[0], hidden.shape[1]][index](block, hidden))
+            model.release_block(index)
+        result = {}
+        with model.head() as head:
+            for name, tokens in texts.items():
+                metric = Perplexity(model.device)
+                for sample in range(len(tokens)):
+                    hidden = stores[name].read(slice(sample, sample + 1), model.device, model.dtype)
+                    targets = tokens[sample : sample + 1, 1:].to(model.device)
+                    for part in batches(targets.shape[1], HEAD_TOKENS):
+                        metric.update(head(hidden[:, part]), targets[:, part])
+                result[name] = metric.compute()
+        return result
+
+
+def place_weights(model: StreamedModel, index: int, quantized: Mapping[str, QuantizedWeight]) -> None:
+    """Put hard weights into a loaded block."""
+    prefix = model.block_name(index) + "."
+    for name in quantized:
+        if name.startswith(prefix):
+            weight = model.model.get_submodule(name).weight
+            weight.copy_(quantized[name].dequantize())  # type: ignore[operator, union-attr]
+
+
+@torch.no_grad()
+def whole_model_perplexity(
+    directory: Path, texts: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
+) -> dict[str, float]:
+    """Perplexity of each text as a user of plain transformers gets it: `from_pretrained`, then the model's forward.
+
+    Args:
+        directory: Checkpoint folder, exported or original.
+        texts: int64 `[num_samples, seq_len]` by name.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
+    result = {}
+    for name, tokens in texts.items():
+        metric = Perplexity(device)
+        for sample in range(len(tokens)):
+            row = tokens[sample : sample + 1].to(device)
+            metric.update(model(input_ids=row, use_cache=False).logits[:, :-1].float(), row[:, 1:])
+        result[name] = metric.compute()
+    return result

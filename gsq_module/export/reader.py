@@ -1,0 +1,111 @@
+"""Reading an export as if it were the dense checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from compressed_tensors.compressors import PackedQuantizationCompressor
+from compressed_tensors.quantization import DEFAULT_QUANTIZATION_METHOD, QuantizationConfig, QuantizationScheme
+from torch import Tensor
+
+from gsq_module.export.packing import PACK_FORMAT, unpack
+from gsq_module.streaming.checkpoint import Checkpoint
+
+CONFIG_FILE = "config.json"
+
+
+class PackedCheckpoint(Checkpoint):
+    """A `pack-quantized` checkpoint: `X.weight` is decompressed from `X.weight_packed` when it is asked for.
+
+    Args:
+        directory: A folder as for `Checkpoint`.
+        scheme: How all of its packed weights are stored.
+
+    Raises:
+        FileNotFoundError: As `Checkpoint`.
+    """
+
+    def __init__(self, directory: str | Path, scheme: QuantizationScheme) -> None:
+        self._scheme = scheme
+        self._stored = Checkpoint(directory)
+        self._packed: dict[str, list[str]] = {}  # dense name -> names of the tensors it is decompressed from
+        super().__init__(directory)
+
+    def _locate_tensors(self) -> dict[str, str]:
+        stored = super()._locate_tensors()
+        suffixes = PackedQuantizationCompressor.compression_param_names(self._scheme)
+        for name in stored:
+            module, _, kind = name.rpartition(".")
+            if kind == "weight_packed":
+                self._packed[f"{module}.weight"] = [f"{module}.{suffix}" for suffix in suffixes]
+        parts = {part for names in self._packed.values() for part in names}
+        dense = {}
+        for name, file in stored.items():
+            if name.endswith(".weight_packed"):
+                dense[name.removesuffix("_packed")] = file
+            elif name not in parts:
+                dense[name] = file
+        return dense
+
+    def tensor(self, name: str) -> Tensor:
+        return self.tensors([name])[name]
+
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        names = list(names)
+        in_float = [name for name in names if name not in self._packed]
+        parts = [part for name in names for part in self._packed.get(name, [])]
+        stored = self._stored.tensors(parts)
+        result = super().tensors(in_float)
+        for name in names:
+            if name in self._packed:
+                packed = {part.rpartition(".")[2]: stored[part] for part in self._packed[name]}
+                result[name] = unpack(packed, self._scheme)
+        return result
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._packed:
+            return super().shape(name)
+        return tuple(self._stored.tensor(f"{name}_shape").tolist())
+
+
+def open_checkpoint(directory: str | Path) -> Checkpoint:
+    """Opens a model in float or an export of ours, whichever the folder holds.
+
+    Args:
+        directory: A folder with safetensors and a config.json.
+
+    Returns:
+        `PackedCheckpoint` where config.json names `pack-quantized` compressed tensors, else `Checkpoint`.
+
+    Raises:
+        ValueError: The checkpoint is quantized in another way.
+        FileNotFoundError: As `Checkpoint`.
+    """
+    found = stored_quantization(directory)
+    if found is None:
+        return Checkpoint(directory)
+    if found.get("quant_method") == DEFAULT_QUANTIZATION_METHOD and found.get("format") == PACK_FORMAT:
+        schemes = list(QuantizationConfig.model_validate(found).config_groups.values())
+        if len(schemes) == 1 and isinstance(schemes[0], QuantizationScheme) and schemes[0].input_activations is None:
+            return PackedCheckpoint(directory, schemes[0])
+    groups = found.get("config_groups", {})
+    raise ValueError(
+        f"{directory} is quantized with quant_method {found.get('quant_method')!r}, format {found.get('format')!r}, "
+        f"{len(groups)} config groups. What can be read is a model in float (no quantization_config in {CONFIG_FILE}) "
+        f"or {DEFAULT_QUANTIZATION_METHOD} with format {PACK_FORMAT}, one config group, weights only."
+    )
+
+
+def stored_quantization(directory: str | Path) -> dict[str, Any] | None:
+    """The `quantization_config` of the folder's config.json, also from its `text_config`; None for a float model."""
+    path = Path(directory) / CONFIG_FILE
+    if not path.is_file():
+        return None
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for section in (config, config.get("text_config") or {}):
+        if section.get("quantization_config"):
+            return section["quantization_config"]
+    return None

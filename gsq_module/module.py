@@ -1,0 +1,288 @@
+"""The LightningModule: the recipe's model section, and the optimization of one unit at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from typing_extensions import override
+
+from gsq_module.quantization.grid import GRIDS, Grid, QuantizedWeight
+from gsq_module.quantization.optimizer import RelaxedLion
+from gsq_module.quantization.schedule import AnnealingSchedule
+from gsq_module.streaming.activations import Location
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass
+class Refinement:
+    """How long and how fast the codes of a unit are refined.
+
+    Args:
+        epochs: Passes over the training samples; 0 keeps the initial codes (GPTQ or round-to-nearest alone).
+        lr: Lion step of a logit at the start. Neighbouring candidates start 0.03 apart; total travel is about half of
+            lr x steps, so fewer steps want a larger lr.
+        scale_lr: Lion step of a scale at the start, in units of the weight.
+        final_lr_fraction: Both, at the last step, as a fraction of those at the first (cosine between).
+        betas: Lion's factors of the update and of the momentum.
+        weight_decay: Decoupled weight decay on the logits.
+        temperature: Gumbel-softmax temperature at the first and the last step (linear between).
+        logit_scale: Factor on the logits inside the softmax, likewise.
+        init_std: Standard deviation of the initial logits' noise.
+        init_strength: How far the initial code is preferred, in units of init_std.
+        logit_dtype: `bfloat16` (half the memory, rounded stochastically) or `float32`.
+    """
+
+    epochs: int = 10
+    lr: PositiveFloat = 2e-4
+    scale_lr: NonNegativeFloat = 1e-4
+    final_lr_fraction: ClosedUnitInterval = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: NonNegativeFloat = 1.0
+    temperature: tuple[PositiveFloat, PositiveFloat] = (2.0, 0.05)
+    logit_scale: tuple[PositiveFloat, PositiveFloat] = (100.0, 500.0)
+    init_std: NonNegativeFloat = 0.01
+    init_strength: NonNegativeFloat = 6.0
+    logit_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.epochs < 0:
+            raise ValueError(f"model.refinement.epochs: {self.epochs} is negative; 0 means no refinement")
+
+
+@dataclass
+class UnitProblem:
+    """What the module works on during one fit.
+
+    Attributes:
+        student: Unit (and post-norm): input `[batch, seq_len, hidden]` -> output to match the target.
+        weights: The student's weights to refine, by module path.
+        initial: Their initial codes and scales.
+        target_power: Mean square of the training targets; losses are relative to it.
+        total_steps: Optimizer steps of this fit.
+    """
+
+    student: nn.Module
+    weights: dict[str, nn.Parameter]
+    initial: dict[str, QuantizedWeight]
+    target_power: float
+    total_steps: int
+
+
+class GSQModule(LightningModule):
+    """Quantize a model's linear layers with GSQ, block by block.
+
+    Args:
+        path: Checkpoint: a folder, a hub repository (owner/name), or `package:NAME` for one inside an installed package.
+        gguf_file: Name of a GGUF file in it, to be converted; null for safetensors.
+        bits: Bits of a weight: 1 ({-1,1}), ternary ({-1,0,1}), 2 ({-2..1}), 3 or 4.
+        group_size: Input columns that share one scale. Must divide the input width of every quantized layer.
+        units: What is quantized in each block, in this order: `attention` (every linear of the token mixer), `mlp`.
+        ignore: Glob patterns of linears that stay in float. The defaults are tiny gates and routers.
+        num_blocks: Quantize only the first N blocks (a trial); null for all.
+        initializer: Where refinement starts: `gptq`, or `rtn` (round-to-nearest).
+        signed_scales: Let scales be negative on lopsided grids. Free in every format, and it helps most at 2 bits.
+        damping: GPTQ's damping, as a fraction of the Hessian's mean diagonal.
+        target: What a unit's output is fitted to. `original_stream`: with its residual, the untouched model's hidden
+            state there; it also mends errors made earlier, and needs a second store of hidden states. `original_unit`:
+            the untouched unit's output on the quantized stream.
+        measure_initial: Also run the initial quantization alone and report its perplexity. Costs one more pass.
+        dtype: What blocks are computed in; `auto` is bfloat16 on CUDA, float32 on a CPU.
+        store: Where hidden states live: `device`, `memory` (host), `disk` (memory-mapped files in run_dir), or `auto`.
+        refinement: Steps, learning rates, annealing.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        gguf_file: str | None = None,
+        bits: Literal[1, "ternary", 2, 3, 4] = 2,
+        group_size: PositiveInt = 128,
+        units: list[Literal["attention", "mlp"]] = ["attention", "mlp"],  # noqa: B006 - jsonargparse shows it in --help
+        ignore: list[str] = ["*.in_proj_a", "*.in_proj_b", "*.gate", "*router*", "*.shared_expert_gate"],  # noqa: B006
+        num_blocks: PositiveInt | None = None,
+        initializer: Literal["gptq", "rtn"] = "gptq",
+        signed_scales: bool = True,
+        damping: PositiveFloat = 0.01,
+        target: Literal["original_stream", "original_unit"] = "original_stream",
+        measure_initial: bool = True,
+        dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto",
+        store: Location = "auto",
+        refinement: Refinement = Refinement(),  # noqa: B008 - jsonargparse makes a copy
+    ) -> None:
+        super().__init__()
+        if not units or len(set(units)) != len(units):
+            raise ValueError(f"model.units: {units} must name attention, mlp, or each of them once")
+        self.path = path
+        self.gguf_file = gguf_file
+        self.bits = bits
+        self.group_size = group_size
+        self.units = units
+        self.ignore = ignore
+        self.num_blocks = num_blocks
+        self.initializer = initializer
+        self.signed_scales = signed_scales
+        self.damping = damping
+        self.target = target
+        self.measure_initial = measure_initial
+        self.compute_dtype = dtype
+        self.store = store
+        self.refinement = refinement
+        self.seed = 0
+        self.student: nn.Module | None = None
+        self.step_offset = 0
+        self.refined: dict[str, QuantizedWeight] = {}
+        self._problem: UnitProblem | None = None
+
+    @property
+    def grid(self) -> Grid:
+        return GRIDS[self.bits]
+
+    def torch_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype blocks are computed in on a device."""
+        if self.compute_dtype != "auto":
+            return DTYPES[self.compute_dtype]
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    # --- one unit ----------------------------------------------------------------------------------------------------
+
+    @property
+    def problem(self) -> UnitProblem:
+        assert self._problem is not None, "bind() comes before fit"
+        return self._problem
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the unit at hand; 0 between units."""
+        return self._problem.total_steps if self._problem is not None else 0
+
+    def bind(self, problem: UnitProblem, step_offset: int) -> None:
+        """Take up a unit. Its weights become the module's only trainable parameters.
+
+        Args:
+            problem: The unit.
+            step_offset: `trainer.global_step` now.
+        """
+        self._problem = problem
+        self.student = problem.student
+        self.student.requires_grad_(False)
+        for weight in problem.weights.values():
+            weight.requires_grad_(True)
+        self.step_offset = step_offset
+
+    def release(self) -> None:
+        """Drop the unit and all references to its tensors."""
+        self.problem.student.requires_grad_(False)
+        self._problem = None
+        self.student = None
+
+    @override
+    def configure_optimizers(self) -> Any:
+        settings = self.refinement
+        optimizer = RelaxedLion(
+            self.problem.weights.values(),
+            self.grid,
+            lr=settings.lr,
+            scale_lr=settings.scale_lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            temperature=settings.temperature[0],
+            logit_scale=settings.logit_scale[0],
+            seed=self.seed,
+            logit_dtype=DTYPES[settings.logit_dtype],
+        )
+        for name, weight in self.problem.weights.items():
+            optimizer.relax(weight, self.problem.initial[name], name, settings.init_std, settings.init_strength)
+        schedule = AnnealingSchedule(
+            optimizer,
+            self.problem.total_steps,
+            final_temperature=settings.temperature[1],
+            final_logit_scale=settings.logit_scale[1],
+            final_lr_fraction=settings.final_lr_fraction,
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def relative_error(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Squared error of the student on a batch, relative to the targets' mean square; a float32 scalar.
+
+        Args:
+            batch: Inputs and targets `[batch, seq_len, hidden_size]`.
+        """
+        inputs, targets = batch
+        weight = next(iter(self.problem.weights.values()))
+        output = self.problem.student(inputs.to(weight.dtype))
+        return nn.functional.mse_loss(output.float(), targets.float()) / self.problem.target_power
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.relative_error(batch)
+        self.log("train/error", loss.detach(), prog_bar=True)
+        return loss
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        """Validation is done on hard codes."""
+        self.place(self.hard_weights())
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("validation/error", self.relative_error(batch), prog_bar=True, batch_size=batch[0].shape[0])
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        optimizer = self._relaxed_lion()
+        for weight in self.problem.weights.values():
+            optimizer.redraw(weight)
+
+    @override
+    def on_train_end(self) -> None:
+        """Keep the result, and drop the optimizer's state before Lightning's teardown copies it to the host."""
+        self.refined = self.hard_weights()
+        self._relaxed_lion().state.clear()
+
+    @override
+    def on_fit_end(self) -> None:
+        """Take the student out of the module: teardown would move it to the host, and its block is still needed."""
+        self.student = None
+
+    def _relaxed_lion(self) -> RelaxedLion:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, RelaxedLion)
+        return optimizer
+
+    def hard_weights(self) -> dict[str, QuantizedWeight]:
+        """The most likely codes now, with scales in the export's dtype."""
+        optimizer = self._relaxed_lion()
+        return {
+            name: optimizer.harden(weight, self.problem.initial[name].scales.dtype)
+            for name, weight in self.problem.weights.items()
+        }
+
+    @torch.no_grad()
+    def place(self, weights: dict[str, QuantizedWeight]) -> None:
+        """Put hard weights into the student."""
+        for name, weight in self.problem.weights.items():
+            weight.copy_(weights[name].dequantize())
+
+    @torch.no_grad()
+    def hard_error(self, weights: dict[str, QuantizedWeight], batches: Iterable[Any], device: torch.device) -> float:
+        """Mean relative error of hard weights over validation batches; they stay in the student.
+
+        Args:
+            weights: Codes and scales by module path.
+            batches: As `validation_step` takes them.
+            device: Where the student is.
+        """
+        self.place(weights)
+        total, samples = torch.zeros((), dtype=torch.float64, device=device), 0
+        for batch in batches:
+            inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+            total += self.relative_error((inputs, targets)).double() * len(inputs)
+            samples += len(inputs)
+        return float(total / samples)

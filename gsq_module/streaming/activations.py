@@ -1,0 +1,153 @@
+"""Hidden states of the calibration samples: on the device, in host memory, or in a memory-mapped file, by size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+Location = Literal["auto", "device", "memory", "disk"]
+DEVICE_FRACTION = 0.4
+"""`auto` keeps the stores on the device where all of them together take at most this part of its free memory."""
+HOST_FRACTION = 0.5
+"""`auto` keeps them in host memory up to this part of what is available, on disk beyond."""
+
+
+def choose_location(location: Location, total_bytes: int, device: torch.device) -> Location:
+    """Resolve `auto` for stores that take `total_bytes` together."""
+    if location != "auto":
+        return location
+    if device.type == "cuda" and total_bytes <= DEVICE_FRACTION * torch.cuda.mem_get_info(device)[0]:
+        return "device"
+    return "memory" if total_bytes <= HOST_FRACTION * available_host_bytes() else "disk"
+
+
+def available_host_bytes() -> int:
+    """Host memory that can be taken without swapping, in bytes."""
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class ActivationStore:
+    """A tensor `[num_samples, seq_len, hidden_size]` that is written and read by samples.
+
+    Args:
+        shape: As above.
+        dtype: Of the stored values.
+        location: `device`, `memory` or `disk`.
+        device: The device of `location="device"`.
+        file: Path of the memory-mapped file of `location="disk"`; removed by `close`.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], dtype: torch.dtype, location: Location, device: torch.device, file: Path
+    ) -> None:
+        self._file: Path | None = None
+        if location == "disk":
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._file = file
+            size = shape[0] * shape[1] * shape[2]
+            self._data = torch.from_file(str(file), shared=True, size=size, dtype=dtype).view(shape)
+        else:
+            self._data = torch.empty(shape, dtype=dtype, device=device if location == "device" else "cpu")
+
+    def __len__(self) -> int:
+        return self._data.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self._data.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self._data.device
+
+    def write(self, rows: slice, values: Tensor) -> None:
+        """Store samples, rounded to the store's dtype."""
+        self._data[rows].copy_(values)
+
+    def read(self, rows: slice | list[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Samples on a device in a dtype."""
+        return self._data[rows].to(device=device, dtype=dtype)
+
+    def rows(self, rows: list[int]) -> Tensor:
+        """Samples as stored."""
+        return self._data[rows]
+
+    def close(self) -> None:
+        """Free the memory; delete the file."""
+        self._data = torch.empty(0, 0, 0)
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+
+class Stores:
+    """Stores of one shape by name, opened when first asked for.
+
+    Args:
+        shape: `(num_samples, seq_len, hidden_size)`.
+        dtype: Of the stored values.
+        location: Of all of them, `auto` resolved.
+        device: The device blocks are computed on.
+        folder: Where files go; made when needed.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], dtype: torch.dtype, location: Location, device: torch.device, folder: Path
+    ) -> None:
+        self._arguments = (shape, dtype, location, device)
+        self._folder = folder
+        self._stores: dict[str, ActivationStore] = {}
+
+    def __getitem__(self, name: str) -> ActivationStore:
+        if name not in self._stores:
+            self._stores[name] = ActivationStore(*self._arguments, self._folder / f"{name}.bin")
+        return self._stores[name]
+
+    def close(self) -> None:
+        """Free all of them."""
+        for store in self._stores.values():
+            store.close()
+        self._stores.clear()
+
+
+class UnitSamples(Dataset):
+    """Inputs and targets of one unit as a map-style dataset of whole batches.
+
+    Args:
+        inputs: Store of the unit's inputs.
+        targets: Store of the targets of its output.
+        rows: Samples that belong to this split.
+    """
+
+    def __init__(self, inputs: ActivationStore, targets: ActivationStore, rows: range) -> None:
+        self.inputs, self.targets, self.samples = inputs, targets, rows
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs.device
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets `[batch, seq_len, hidden_size]`."""
+        rows = [self.samples[index] for index in indices]
+        return self.inputs.rows(rows), self.targets.rows(rows)
+
+
+def batches(num_samples: int, batch_size: int) -> Iterator[slice]:
+    """Consecutive row slices."""
+    for first in range(0, num_samples, batch_size):
+        yield slice(first, min(first + batch_size, num_samples))

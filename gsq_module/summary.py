@@ -1,0 +1,110 @@
+"""summary.json and the table on the terminal."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from gsq_module.coverage import Coverage
+from gsq_module.export.writer import ExportReport
+from gsq_module.memory.stages import StageClock
+from gsq_module.memory.statistics import format_bytes, host_peak_bytes
+from gsq_module.run_directory import UnitResult
+
+
+def device_name(device: torch.device) -> str:
+    """What the figures were measured on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def build_summary(
+    perplexities: Mapping[str, Mapping[str, float]],
+    coverage: Coverage,
+    units: Sequence[UnitResult],
+    report: ExportReport | None,
+    clock: StageClock,
+    seconds: float,
+    export_dir: str,
+) -> dict[str, Any]:
+    """Collect what a run came to.
+
+    Args:
+        perplexities: By model (`original`, `initial`, `quantized`, `reloaded`) and text; the first text is the headline.
+        coverage: Of the recipe.
+        units: Results in block order.
+        report: Of the export; None where none was written.
+        clock: Of the run.
+        seconds: Of the whole command.
+        export_dir: Where the export is.
+    """
+    texts = list(next(iter(perplexities.values()), {}))
+    return {
+        "perplexity": {model: values[texts[0]] for model, values in perplexities.items()} if texts else {},
+        "perplexity_text": texts[0] if texts else None,
+        "perplexity_by_text": {text: {model: values[text] for model, values in perplexities.items()} for text in texts},
+        "bits_per_weight": report.bits_per_weight if report else None,
+        "average_bits": report.average_bits if report else None,
+        "coverage": {
+            "quantized_parameters": coverage.quantized_parameters,
+            "quantized_fraction": coverage.fraction,
+            "float_parameters": coverage.float_parameters,
+        },
+        "units": [asdict(unit) for unit in units],
+        "seconds": {"total": seconds, **clock.seconds},
+        "peak_memory": {"host_bytes": host_peak_bytes(), "device_bytes_by_stage": clock.peak_memory},
+        "device": device_name(clock.device),
+        "export": {"path": export_dir, **asdict(report)} if report else None,
+    }
+
+
+def print_summary(summary: Mapping[str, Any], console: Console | None = None) -> None:
+    """The summary as a table."""
+    console = console or Console()
+    table = Table(title="perplexity (lower is better)", title_justify="left")
+    table.add_column("text")
+    models = list(summary["perplexity"])
+    for model in models:
+        table.add_column(model, justify="right")
+    for text, values in summary["perplexity_by_text"].items():
+        table.add_row(text, *(f"{values[model]:.2f}" for model in models))
+    if models:
+        console.print(table)
+    units = summary["units"]
+    kept = sum(unit["kept"] == "initial" for unit in units)
+    if units:
+        before = sum(unit["initial_error"] for unit in units) / len(units)
+        after = sum(unit["refined_error"] for unit in units) / len(units)
+        console.print(
+            f"{len(units)} units: mean relative error {before:.4f} -> {after:.4f}"
+            + (f"; {kept} kept their initial codes" if kept else "")
+        )
+    notes = {name: note for unit in units for name, note in unit["notes"].items()}
+    for name, note in notes.items():
+        console.print(f"  {name}: {note}")
+    coverage = summary["coverage"]
+    console.print(f"quantized: {coverage['quantized_fraction']:.1%} of the parameters; in float:")
+    for reason, count in coverage["float_parameters"].items():
+        console.print(f"  {count:,} {reason}")
+    if summary["export"]:
+        export = summary["export"]
+        console.print(
+            f"export: {export['path']}  {format_bytes(export['total_bytes'])}, {summary['bits_per_weight']:.2f} bits a "
+            f"quantized weight, {summary['average_bits']:.2f} bits a parameter"
+        )
+    seconds = summary["seconds"]
+    stages = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items() if name != "total" and value >= 0.5)
+    console.print(f"seconds on {summary['device']}: {seconds['total']:.0f} ({stages})")
+    peaks = summary["peak_memory"]
+    device = max(peaks["device_bytes_by_stage"].values(), default=0)
+    console.print(
+        f"peak memory: host {format_bytes(peaks['host_bytes'])}"
+        + (f", device {format_bytes(device)} allocated" if device else "")
+    )
