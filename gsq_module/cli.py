@@ -94,7 +94,10 @@ class GSQCLI(LightningCLI):
             "--run_dir", type=str, default="runs/gsq", help="Folder of the run; the same command resumes what is in it."
         )
         parser.add_argument(
-            "--export_dir", type=str | None, default=None, help="Folder of the exported checkpoint (default: run_dir/export)."
+            "--export_dir",
+            type=str | None,
+            default=None,
+            help="Folder of the exported checkpoint (default: run_dir/export).",
         )
         parser.add_argument(
             "--reload_max_gib",

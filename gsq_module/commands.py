@@ -102,8 +102,8 @@ class Run:
             return [str(error)]
         if wished not in (1, needed):
             return [
-                f"trainer.accumulate_grad_batches={wished}, but data.batch_size={self.data.batch_size} in microbatches of "
-                f"{self.data.microbatch_size} takes {needed}: leave one of them out"
+                f"trainer.accumulate_grad_batches={wished}, but data.batch_size={self.data.batch_size} in "
+                f"microbatches of {self.data.microbatch_size} takes {needed}: leave one of them out"
             ]
         self.trainer.accumulate_grad_batches = needed
         return []
@@ -138,10 +138,12 @@ class Run:
         steps = self.recipe.refinement.epochs * (self.data.train_samples // self.data.batch_size)
         num_blocks = min(self.recipe.num_blocks or model.num_blocks, model.num_blocks)
         finished = [shards.load(index, kind) for index in range(num_blocks) for kind in self.recipe.units]
+        self.clock.num_blocks = num_blocks
         self.progress.begin_run(len(finished), sum(entry is not None for entry in finished))
-        results = self._loop(model, samples, self.recipe.target, steps, self._tell).run(shards, self._refiner())
-        self.progress.end_run()
-        return results
+        try:
+            return self._loop(model, samples, self.recipe.target, steps, self._tell).run(shards, self._refiner())
+        finally:
+            self.progress.end_run()
 
     def quantize_initially(self, model: StreamedModel) -> UnitShards:
         """The same loop without refinement: what the initializer alone comes to."""
@@ -188,8 +190,8 @@ class Run:
         missing = [name for name in coverage.quantized if name not in weights]
         if missing:
             raise ValueError(
-                f"run_dir={str(self.directory.path)!r} lacks {len(missing)} of {len(coverage.quantized)} quantized layers "
-                f"({', '.join(missing[:3])} ...): the run is not finished. Start fit again with the same --config"
+                f"run_dir={str(self.directory.path)!r} lacks {len(missing)} of {len(coverage.quantized)} quantized "
+                f"layers ({', '.join(missing[:3])} ...): the run is not finished. Start fit again with the same --config"
             )
         with self.clock.stage("export"):
             return export_checkpoint(
@@ -277,4 +279,3 @@ def evaluate(run: Run, checkpoint: str | None, whole_model: bool) -> dict[str, f
     for name, value in result.items():
         print(f"{folder} {name}: perplexity {value:.3f}")
     return result
-

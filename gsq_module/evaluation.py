@@ -58,16 +58,15 @@ def streamed_perplexity(
         Perplexities by name.
     """
     quantized = quantized or {}
-    hidden_size = model.model.get_input_embeddings().embedding_dim  # type: ignore[operator]
     itemsize = torch.finfo(model.dtype).bits // 8
-    total_bytes = sum(tokens.numel() for tokens in texts.values()) * hidden_size * itemsize
+    total_bytes = sum(tokens.numel() for tokens in texts.values()) * model.hidden_size * itemsize
     location = choose_location("auto", total_bytes, model.device)
     with ExitStack() as cleanup:
         stores: dict[str, ActivationStore] = {}
         calls = {}
         for name, tokens in texts.items():
             file = scratch / f"evaluation_{name}.bin"
-            store = ActivationStore((*tokens.shape, hidden_size), model.dtype, location, model.device, file)
+            store = ActivationStore((*tokens.shape, model.hidden_size), model.dtype, location, model.device, file)
             cleanup.callback(store.close)
             stores[name] = store
             model.embed(tokens, store, batch_size)
@@ -102,7 +101,7 @@ def place_weights(model: StreamedModel, index: int, quantized: Mapping[str, Quan
     for name in quantized:
         if name.startswith(prefix):
             weight = model.model.get_submodule(name).weight
-            weight.copy_(quantized[name].dequantize())  # type: ignore[operator, union-attr]
+            weight.copy_(quantized[name].dequantize())
 
 
 @torch.no_grad()
@@ -117,7 +116,7 @@ def whole_model_perplexity(
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map={"": device}).eval()
     result = {}
     for name, tokens in texts.items():
         metric = Perplexity(device)

@@ -79,7 +79,7 @@ class GSQModule(LightningModule):
     """Quantize a model's linear layers with GSQ, block by block.
 
     Args:
-        path: Checkpoint: a folder, a hub repository (owner/name), or `package:NAME` for one inside an installed package.
+        path: Checkpoint: a folder, a hub repository (owner/name), or `package:NAME` for an installed Python package.
         gguf_file: Name of a GGUF file in it, to be converted; null for safetensors.
         bits: Bits of a weight: 1 ({-1,1}), ternary ({-1,0,1}), 2 ({-2..1}), 3 or 4.
         group_size: Input columns that share one scale. Must divide the input width of every quantized layer.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ from gsq_module.quantization.scales import round_to_nearest
 from gsq_module.refinement import Outcome
 from gsq_module.run_directory import UnitResult, UnitShards
 from gsq_module.streaming.activations import ActivationStore, Stores, UnitSamples, batches, choose_location
-from gsq_module.streaming.model import BlockCall, StreamedModel
+from gsq_module.streaming.calls import BlockCall
+from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.units import Branch, Unit, catch, catch_sums, find_unit, hooks, trace_units
 
 Refine = Callable[[UnitProblem, UnitSamples, UnitSamples], Outcome]
@@ -124,11 +126,10 @@ class BlockLoop:
         """Stores of the quantized stream, of a unit's inputs and targets, and of the original stream."""
         # The last unit's goal is the original stream after the block; each unit before it needs a store of its own.
         count = 3 if self.target == "original_unit" else 3 + len(self.recipe.units)
-        hidden_size = self.model.model.get_input_embeddings().embedding_dim  # type: ignore[operator]
-        shape = (*self.samples.tokens.shape, hidden_size)
+        shape = (*self.samples.tokens.shape, self.model.hidden_size)
         # Stored in the checkpoint's precision where blocks are computed in a higher one (float32 on a CPU).
         dtype = self.model.checkpoint.dtype() if self._dtype == torch.float32 else self._dtype
-        total = count * self.samples.tokens.numel() * hidden_size * (torch.finfo(dtype).bits // 8)
+        total = count * self.samples.tokens.numel() * self.model.hidden_size * (torch.finfo(dtype).bits // 8)
         location = choose_location(self.recipe.store, total, self._device)
         return Stores(shape, dtype, location, self._device, self.scratch)
 
@@ -182,7 +183,9 @@ class _BlockStep:
         """Pass the original stream through the untouched block; keep what each unit should bring the stream to."""
         if with_goals:
             rows, hidden = next(self._read("original"))
-            all_kinds = [find_unit_or_none(self.block, self.loop.model.block_name(self.index), kind) for kind in UNIT_KINDS]
+            all_kinds = [
+                find_unit_or_none(self.block, self.loop.model.block_name(self.index), kind) for kind in UNIT_KINDS
+            ]
             kinds = {unit.kind for unit in self.units}
             others = [unit for unit in all_kinds if unit is not None and unit.kind not in kinds]
             trace_units(self.block, self._call(hidden), hidden, self.units, others)
@@ -207,7 +210,7 @@ class _BlockStep:
             hessians.clear()
         initial = {unit.full_name(path): start.weight for path, start in starts.items()}
         with clock.stage("refine", self.index, unit.kind):
-            weights = {unit.full_name(path): linear.weight for path, linear in unit.linears.items()}
+            weights = {unit.full_name(path): cast(nn.Parameter, linear.weight) for path, linear in unit.linears.items()}
             student = Branch(unit, self._unit_calls(unit))
             problem = UnitProblem(student, weights, initial, power, self.loop.steps)
             inputs, targets = self.stores["inputs"], self.stores["targets"]
@@ -289,9 +292,7 @@ class _BlockStep:
             return GPTQResult(rounded, "rtn")
         # A linear that was never called has no Hessian; an empty one says so.
         hessian = hessians.get(path) or Hessian(unit.full_name(path), linear.in_features, weight.device)
-        return gptq(
-            weight, hessian, recipe.grid, recipe.group_size, scale_dtype, recipe.signed_scales, recipe.damping
-        )
+        return gptq(weight, hessian, recipe.grid, recipe.group_size, scale_dtype, recipe.signed_scales, recipe.damping)
 
     def _unit_calls(self, unit: Unit) -> dict[int, BlockCall]:
         """How the block calls the unit, for each batch size of the refinement."""

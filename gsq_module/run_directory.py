@@ -180,7 +180,9 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"run_dir={str(self.path)!r}: cannot be made ({error}); try --run_dir runs/another") from error
+            raise ValueError(
+                f"run_dir={str(self.path)!r}: cannot be made ({error}); try --run_dir runs/another"
+            ) from error
         known = self.path / "fingerprint.json"
         text = json.dumps(fingerprint, indent=1, sort_keys=True, default=str)
         if known.is_file():

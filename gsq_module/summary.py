@@ -37,7 +37,7 @@ def build_summary(
     """Collect what a run came to.
 
     Args:
-        perplexities: By model (`original`, `initial`, `quantized`, `reloaded`) and text; the first text is the headline.
+        perplexities: By model (`original`, `initial`, `quantized`, `reloaded`) and text; the first is the headline.
         coverage: Of the recipe.
         units: Results in block order.
         report: Of the export; None where none was written.

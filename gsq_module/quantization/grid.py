@@ -79,8 +79,8 @@ class Grid:
             codes: int8, the initial codes.
 
         Returns:
-            int8 of the same shape; the candidates of a weight are `first + k * step` for `k` in `range(num_candidates)`.
-            On grids without a window all entries are `low`.
+            int8 of the same shape; a weight's candidates are `first + k * step` for `k` in `range(num_candidates)`. On
+            grids without a window all entries are `low`.
         """
         if not self.is_windowed:
             return torch.full_like(codes, self.low)

@@ -112,7 +112,7 @@ class RelaxedLion(torch.optim.Optimizer):
         return next(group for group in self.param_groups if any(p is param for p in group["params"]))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of logits and scales, then the next sample. A weight without gradient keeps its sample."""
         loss = None
         if closure is not None:

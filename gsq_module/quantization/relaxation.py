@@ -12,7 +12,7 @@ Shapes: K candidates, R rows of the chunk, C = in_features, G = groups a row.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ CPU_CHUNK_ELEMENTS = 1 << 17
 """Weights of a chunk on a CPU: its temporaries stay in the cache (measured: docs/experiments.md)."""
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """What one Gumbel-softmax sample was drawn with; regenerates it exactly."""
 
     key: tuple[int, int]
@@ -50,7 +49,7 @@ def initial_logits(
 ) -> Tensor:
     """Logits that prefer the initial code, with noise: `std * (normal + strength * (-d^2 / 2 centred over k))`.
 
-    `d` counts grid steps between candidate k and the code, so that the 1-bit grid (steps of 2) flips as readily as others.
+    `d` counts grid steps between candidate k and the code, so that the 1-bit grid (steps of 2) flips as readily.
 
     Args:
         codes: int8 `[R, C]`.

@@ -1,8 +1,8 @@
-"""The units of a block: the linears that are refined together, found by structure, and how the block adds their output.
+"""The units of a block: the linears refined together, found by structure, and how the block adds their output.
 
-A decoder block is read as `hidden = residual + branch` for each of its two halves. `branch` is the unit's output, through
-a post-norm where there is one (Gemma); `residual` is the input of the norm before the unit. Both are found by watching
-which tensors pass between the block's children, and checked on real hidden states.
+A decoder block is read as `hidden = residual + branch` in each of its two halves. `branch` is the unit's output,
+through a post-norm where there is one (Gemma); `residual` is the input of the norm before the unit. Both are found by
+watching which tensors pass between the block's children, and checked on real hidden states.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gsq_module.streaming.model import BlockCall, first_output
+from gsq_module.streaming.calls import BlockCall, first_output
 
 UNIT_CHILDREN = {
     "attention": ("self_attn", "linear_attn", "attention", "self_attention", "attn", "mixer", "temporal_block"),
@@ -78,11 +78,13 @@ def find_unit(block: nn.Module, block_name: str, kind: str, ignore: Sequence[str
         if isinstance(module, nn.Linear)
         and not any(fnmatch.fnmatchcase(f"{name}.{path}", pattern) for pattern in ignore)
     }
-    fused = [path for path, p in children[child].named_parameters() if p.ndim == 3 and p.shape[-1] > 1 and p.shape[-2] > 1]
+    fused = [
+        path for path, p in children[child].named_parameters() if p.ndim == 3 and p.shape[-1] > 1 and p.shape[-2] > 1
+    ]
     if not linears or fused:
         raise ValueError(
-            f"model.units: {name} keeps weights outside nn.Linear ({', '.join(fused) or 'no linear layer at all'}): fused "
-            f"experts are not quantized. Leave {kind!r} out of model.units"
+            f"model.units: {name} keeps weights outside nn.Linear ({', '.join(fused) or 'no linear layer at all'}): "
+            f"fused experts are not quantized. Leave {kind!r} out of model.units"
         )
     return Unit(kind, name, children[child], linears)
 
@@ -107,7 +109,9 @@ def hooks(handles: list[Any]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def trace_units(block: nn.Module, call: BlockCall, hidden: Tensor, units: Sequence[Unit], others: Sequence[Unit]) -> None:
+def trace_units(
+    block: nn.Module, call: BlockCall, hidden: Tensor, units: Sequence[Unit], others: Sequence[Unit]
+) -> None:
     """Find each unit's `pre_norm`, `post_norm` and `ends_block`; check that the block adds residual and branch.
 
     Args:
@@ -204,9 +208,7 @@ def catch(block: nn.Module, call: BlockCall, hidden: Tensor, unit: Unit, with_br
 
 
 @torch.no_grad()
-def catch_sums(
-    block: nn.Module, call: BlockCall, hidden: Tensor, units: Sequence[Unit]
-) -> tuple[Tensor, list[Tensor]]:
+def catch_sums(block: nn.Module, call: BlockCall, hidden: Tensor, units: Sequence[Unit]) -> tuple[Tensor, list[Tensor]]:
     """Run a block on `hidden`; return its result and, for each traced unit, residual + branch."""
     residuals: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}

@@ -204,7 +204,7 @@ def test_each_source_file_becomes_one_shard_and_each_weight_is_loaded_once(job: 
     ]
     for source_file, file in zip(source_files, report.files, strict=True):
         with safe_open(job.destination / file, framework="pt") as shard:
-            modules = {name.rpartition(".")[0] for name in shard.keys()}  # noqa: SIM118
+            modules = {name.rpartition(".")[0] for name in shard.keys()}
         assert modules == {name.rpartition(".")[0] for name in Checkpoint(job.source).names_in(source_file)}
     assert sorted(job.weights.loads) == sorted(job.weights)
 

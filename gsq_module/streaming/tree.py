@@ -1,0 +1,69 @@
+"""The module tree of a checkpoint, without weights: built from config.json, and searched for its decoder blocks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+
+def meta_model(directory: Path) -> nn.Module:
+    """The module tree of a checkpoint folder on the meta device, in the class its config.json names.
+
+    Raises:
+        FileNotFoundError: No config.json.
+        ValueError: transformers does not know the model's type.
+    """
+    config_file = directory / "config.json"
+    if not config_file.is_file():
+        raise FileNotFoundError(f"{directory} has no config.json: not a checkpoint folder of transformers")
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory)
+    except (ValueError, KeyError) as error:
+        model_type = json.loads(config_file.read_text()).get("model_type")
+        raise ValueError(
+            f"{config_file}: transformers {transformers.__version__} does not know model_type {model_type!r}; "
+            "a newer one may: pip install --upgrade transformers"
+        ) from error
+    # An exported checkpoint is read dense (export/reader.py): its quantization must not shape the module tree.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    model_class = next((cls for cls in named if cls is not None), None)
+    with torch.device("meta"):
+        if model_class is None or not model_class.__name__.endswith(
+            ("CausalLM", "ConditionalGeneration", "LMHeadModel")
+        ):
+            return transformers.AutoModelForCausalLM.from_config(config)
+        return model_class._from_config(config)
+
+
+def find_blocks(model: Any) -> str:
+    """Path of the ModuleList that holds the decoder blocks.
+
+    Raises:
+        ValueError: None, or several that cannot be told apart; the candidates are listed.
+    """
+    candidates = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    nested = [n for n in candidates if any(n.startswith(f"{other}.") for other in candidates)]
+    outer = {name: module for name, module in candidates.items() if name not in nested}
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
+    wanted = getattr(config, "num_hidden_layers", None)
+    fitting = [name for name, module in outer.items() if wanted is None or len(module) == wanted]
+    if len(fitting) > 1 and hasattr(model, "get_decoder"):
+        decoder = model.get_decoder()
+        inside = {id(module) for module in decoder.modules()}
+        fitting = [name for name in fitting if id(outer[name]) in inside]
+    if len(fitting) != 1:
+        listed = ", ".join(f"{name} ({len(module)})" for name, module in candidates.items()) or "none"
+        raise ValueError(
+            f"cannot tell which module list holds the {wanted if wanted is not None else ''} decoder blocks of "
+            f"{type(model).__name__}; module lists (lengths): {listed}"
+        )
+    return fitting[0]
