@@ -191,7 +191,7 @@ class Run:
         if missing:
             raise ValueError(
                 f"run_dir={str(self.directory.path)!r} lacks {len(missing)} of {len(coverage.quantized)} quantized "
-                f"layers ({', '.join(missing[:3])} ...): the run is not finished. Start fit again with the same --config"
+                f"layers ({', '.join(missing[:3])} ...): the run is not finished. Start fit again, same --config"
             )
         with self.clock.stage("export"):
             return export_checkpoint(
