@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import transformers
 import yaml
@@ -14,6 +14,7 @@ from jsonargparse.typing import NonNegativeFloat
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 import gsq_module
@@ -29,9 +30,31 @@ USER_ERROR = 2
 FREE_FIELDS = ("data.evaluation", "data.microbatch_size", "data.pin_memory", "model.measure_initial", "model.store")
 """Fields of `model` and `data` that may change when a run is resumed: they do not shape the result."""
 
+USAGE = "python recipes/run.py {} --config RECIPE [--KEY VALUE ...]"
+"""Lightning's own lists every key, which would push an error's text far down."""
+
+UNSET_LIMITS = {
+    "max_epochs": -1,
+    "min_epochs": None,
+    "max_steps": -1,
+    "min_steps": None,
+    "max_time": None,
+    "limit_train_batches": None,
+    "overfit_batches": 0.0,
+    "fast_dev_run": False,
+}
+"""Keys of the Trainer that would change the length of a refinement, and what they are where nobody has set them."""
+
 
 class RecipeTrainer(Trainer):
-    """Lightning's Trainer; the methods below exist for their signatures, which become command line arguments."""
+    """Lightning's Trainer: of its keys, those for devices, loggers and callbacks are of use here."""
+
+    # These methods exist for their signatures and docstrings, which become the subcommands' arguments and help.
+
+    @override
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        """Quantize a model, export it and measure it."""
+        super().fit(*args, **kwargs)
 
     def export(self, model: GSQModule, datamodule: CalibrationData) -> None:
         """Write the units of a finished run as a checkpoint again."""
@@ -51,6 +74,19 @@ class RecipeTrainer(Trainer):
             whole_model: Load it whole with plain transformers instead of block by block.
         """
         raise NotImplementedError("GSQCLI.evaluate does this")
+
+
+class RecipeParser(LightningArgumentParser):
+    """Lightning's parser, with a word more on a recipe that is empty."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if message.startswith("Unexpected config:"):
+            message = (
+                "--config: the file is empty, or no mapping of keys to values. A recipe has model.path, "
+                "data.calibration and data.evaluation at least: see recipes/smollm2_quickstart.yaml"
+            )
+        super().error(message, ex)
 
 
 class GSQCLI(LightningCLI):
@@ -74,7 +110,11 @@ class GSQCLI(LightningCLI):
                 "devices": 1,
             },
             auto_configure_optimizers=False,
-            parser_kwargs={"description": "Quantize large language models to 1-4 bits with GSQ."},
+            parser_class=RecipeParser,
+            parser_kwargs={
+                "description": "Quantize large language models to 1-4 bits with GSQ.",
+                **{name: {"usage": USAGE.format(name)} for name in self.subcommands()},
+            },
             args=args,
         )
 
@@ -115,13 +155,27 @@ class GSQCLI(LightningCLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         section = self._get(self.config_init, "trainer")
-        for key, unset in (("max_epochs", -1), ("max_steps", -1), ("max_time", None), ("min_steps", None)):
-            if section.get(key) not in (unset, None):
-                raise ValueError(
-                    f"trainer.{key}={section.get(key)}: the length of a unit's refinement is model.refinement.epochs"
-                )
+        problems = [
+            f"trainer.{key}={section[key]}: the length of a unit's refinement is model.refinement.epochs; "
+            "for a short trial: --model.num_blocks 1"
+            for key, unset in UNSET_LIMITS.items()
+            if section.get(key) not in (unset, None)
+        ]
+        if section.get("precision") not in (None, "32-true"):
+            problems.append(f"trainer.precision={section['precision']}: what blocks are computed in is model.dtype")
+        commands.raise_collected(problems)
         kwargs["logger"] = self._loggers(section.get("logger"))
-        section["callbacks"] = [RunProgress(), *(section.get("callbacks") or [])]
+        configured = section.get("callbacks") or []
+        callbacks = list(configured) if isinstance(configured, list) else [configured]
+        progress = next((callback for callback in callbacks if isinstance(callback, RunProgress)), None)
+        if progress is None:
+            progress = RunProgress()
+            callbacks.insert(0, progress)
+        if section.get("enable_progress_bar") is False:
+            # Lightning refuses the key beside a progress bar; the run tells its progress to one even if it is silent.
+            progress.disable()
+            section["enable_progress_bar"] = None
+        section["callbacks"] = callbacks
         return super().instantiate_trainer(**kwargs)
 
     def _loggers(self, configured: Logger | list[Logger] | bool | None) -> list[Logger]:
@@ -141,12 +195,18 @@ class GSQCLI(LightningCLI):
             run = self._run(model, datamodule)
             run.directory.prepare(self._resolved_config(), self._fingerprint())
             run.start_loggers()
-        self.summary = commands.fit(run, self.began)
+            opened = run.open_model()
+            run.tokenize(opened.checkpoint.directory)
+        self.summary = commands.fit(run, opened, self.began)
 
     def export(self, model: GSQModule, datamodule: CalibrationData) -> None:
         """Write the units of a finished run as a checkpoint again."""
         with user_errors():
-            commands.export(self._run(model, datamodule))
+            run = self._run(model, datamodule)
+            if (run.directory.path / "fingerprint.json").is_file():
+                # With other settings the codes would be read wrongly without a word: as another number of bits, say.
+                run.directory.prepare(self._resolved_config(), self._fingerprint())
+            commands.export(run)
 
     def evaluate(
         self, model: GSQModule, datamodule: CalibrationData, checkpoint: str | None, whole_model: bool
@@ -189,7 +249,7 @@ def user_errors():
     """Show what a user can mend as a message, not a traceback, and exit with status 2."""
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, MisconfigurationException) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(USER_ERROR) from error
 

@@ -20,6 +20,7 @@ from gsq_module.export.folder import check_destination
 from gsq_module.export.reader import open_checkpoint
 from gsq_module.export.writer import ExportReport, export_checkpoint
 from gsq_module.memory.stages import StageClock, StageListener
+from gsq_module.memory.statistics import format_bytes
 from gsq_module.module import GSQModule
 from gsq_module.pipeline import BlockLoop, Samples
 from gsq_module.refinement import UnitRefiner
@@ -124,12 +125,20 @@ class Run:
     def open_model(self) -> StreamedModel:
         """The recipe's checkpoint, on the meta device, its geometry checked against the recipe."""
         folder = source.fetch(self.recipe.path, self.recipe.gguf_file, self.directory.source)
+        check_destination(folder, self.directory.export)  # of a model from the hub, check_recipe could not
         model = StreamedModel.from_checkpoint(open_checkpoint(folder), self.device, self.dtype)
         raise_collected(check_geometry(model, self.recipe))
         return model
 
     def tokenize(self, folder: Path) -> None:
-        self.data.tokenize(AutoTokenizer.from_pretrained(folder))
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"the tokenizer of {folder} does not load ({error}). The model's tokenizer.json and "
+                "tokenizer_config.json belong into that folder"
+            ) from error
+        self.data.tokenize(tokenizer)
 
     def quantize(self, model: StreamedModel) -> list[UnitResult]:
         """The block loop of the recipe."""
@@ -217,15 +226,14 @@ class Run:
             return whole_model_perplexity(self.directory.export, self.data.evaluation_tokens, self.device, self.dtype)
 
 
-def fit(run: Run, began: float) -> dict[str, Any]:
+def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     """Quantize, export, evaluate, summarize.
 
     Args:
-        run: Checked by `check_recipe`.
+        run: Checked by `check_recipe`; its texts are tokenized.
+        model: As `open_model` returned it.
         began: `time.perf_counter()` at the start of the command.
     """
-    model = run.open_model()
-    run.tokenize(model.checkpoint.directory)
     recipe, directory = run.recipe, run.directory
     coverage = measure_coverage(model, recipe)
     perplexities = {"original": run.perplexity(model)}
@@ -255,7 +263,7 @@ def export(run: Run) -> ExportReport:
     """Export the finished units of a run again."""
     model = run.open_model()
     report = run.export(model, measure_coverage(model, run.recipe))
-    print(f"{run.directory.export}: {len(report.files)} file(s), {report.total_bytes / 2**30:.2f} GiB")
+    print(f"{run.directory.export}: {len(report.files)} file(s), {format_bytes(report.total_bytes)}")
     return report
 
 
@@ -268,6 +276,11 @@ def evaluate(run: Run, checkpoint: str | None, whole_model: bool) -> dict[str, f
         whole_model: Through plain transformers instead of block by block.
     """
     folder = run.directory.export if checkpoint is None else Path(checkpoint)
+    if checkpoint is None and not folder.is_dir():
+        raise FileNotFoundError(
+            f"run_dir={str(run.directory.path)!r}: there is no export at {folder} yet. Run fit first, "
+            "or name another checkpoint: --checkpoint FOLDER, or --checkpoint original"
+        )
     if checkpoint == "original":
         folder = source.fetch(run.recipe.path, run.recipe.gguf_file, run.directory.source)
     opened = open_checkpoint(folder)

@@ -37,6 +37,15 @@ class Coverage:
 def check_geometry(model: StreamedModel, recipe: GSQModule) -> list[str]:
     """Everything about the recipe that this model's geometry refuses; empty when it fits."""
     problems: list[str] = []
+    missing = model.missing_weights()
+    if missing:
+        stored = model.checkpoint.names()
+        problems.append(
+            f"model.path: {model.checkpoint.directory} lacks {len(missing)} weights that its config.json asks for: "
+            f"{', '.join(missing[:6])}{' ...' if len(missing) > 6 else ''}; it has {', '.join(stored[:3])} ... . Complete "
+            "it; or, where transformers converts another layout while loading (experts stored one by one), load it "
+            "there and save_pretrained(..., save_original_format=False)"
+        )
     indivisible: list[str] = []
     for index in range(_num_blocks(model, recipe)):
         try:

@@ -242,13 +242,9 @@ class GSQModule(LightningModule):
 
     @override
     def on_train_end(self) -> None:
-        """Keep the result, and drop the optimizer's state before Lightning's teardown copies it to the host."""
+        """Keep the result; drop optimizer state and student, which Lightning's teardown would move to the host."""
         self.refined = self.hard_weights()
         self._relaxed_lion().state.clear()
-
-    @override
-    def on_fit_end(self) -> None:
-        """Take the student out of the module: teardown would move it to the host, and its block is still needed."""
         self.student = None
 
     def _relaxed_lion(self) -> RelaxedLion:

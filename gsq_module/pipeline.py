@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,13 +182,8 @@ class _BlockStep:
     def _advance_original(self, with_goals: bool) -> None:
         """Pass the original stream through the untouched block; keep what each unit should bring the stream to."""
         if with_goals:
-            rows, hidden = next(self._read("original"))
-            all_kinds = [
-                find_unit_or_none(self.block, self.loop.model.block_name(self.index), kind) for kind in UNIT_KINDS
-            ]
-            kinds = {unit.kind for unit in self.units}
-            others = [unit for unit in all_kinds if unit is not None and unit.kind not in kinds]
-            trace_units(self.block, self._call(hidden), hidden, self.units, others)
+            _, hidden = next(self._read("original"))
+            trace_units(self.block, self._call(hidden), hidden, self.units)
         for rows, hidden in self._read("original"):
             result, sums = catch_sums(self.block, self._call(hidden), hidden, self.units if with_goals else [])
             for unit, total in zip(self.units, sums, strict=False):
@@ -313,20 +308,9 @@ class _BlockStep:
             linear.weight.grad = None
 
 
-UNIT_KINDS: Sequence[str] = ("attention", "mlp")
-
-
 def find_units(model: StreamedModel, index: int, recipe: GSQModule) -> list[Unit]:
     """The units of a block that the recipe quantizes, in its order."""
     return [find_unit(model.blocks[index], model.block_name(index), kind, recipe.ignore) for kind in recipe.units]
-
-
-def find_unit_or_none(block: nn.Module, name: str, kind: str) -> Unit | None:
-    """A unit of a block, or None where the block has none of that kind with linears."""
-    try:
-        return find_unit(block, name, kind, ())
-    except ValueError:
-        return None
 
 
 def export_dtype(model: StreamedModel) -> torch.dtype:

@@ -85,7 +85,7 @@ class UnitRefiner:
             raise KeyboardInterrupt
         assert trainer.global_step == before + steps, (before, steps, trainer.global_step)
         trainer.strategy.optimizers = []
-        gc.collect()
         if self.trainer.strategy.root_device.type == "cuda":
+            gc.collect()  # half a second
             with torch.cuda.device(self.trainer.strategy.root_device):
                 torch.cuda.empty_cache()

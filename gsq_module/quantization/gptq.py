@@ -30,7 +30,7 @@ class GPTQResult:
     Attributes:
         weight: Codes and scales.
         method: `gptq`, or `rtn` where there was no usable Hessian.
-        note: Why round-to-nearest was used, or what damping was needed; empty in the ordinary case.
+        note: Why round-to-nearest was used, or what was amiss with the Hessian; empty in the ordinary case.
     """
 
     weight: QuantizedWeight
@@ -73,9 +73,9 @@ def gptq(
     factor, used_damping = inverse_factor(hessian.matrix, damping)
     if factor is None:
         return _rounded(weight, grid, group_size, scale_dtype, signed, hessian.name, "its Hessian is not invertible")
-    note = "" if used_damping == damping else f"damping raised to {used_damping:g}"
+    note = _note(hessian, used_damping if used_damping != damping else None)
     if note:
-        log.warning("%s: %s (%d calibration tokens)", hessian.name, note, hessian.num_tokens)
+        log.warning("%s: %s", hessian.name, note)
     work = weight.float().clone()
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], weight.shape[1] // group_size, dtype=scale_dtype, device=weight.device)
@@ -107,7 +107,7 @@ def _round_block(work: Tensor, codes: Tensor, scale: Tensor, factor: Tensor, lef
 def inverse_factor(matrix: Tensor, damping: float) -> tuple[Tensor | None, float]:
     """Upper Cholesky factor of the inverse of the damped Hessian.
 
-    Columns that are always zero (dead) get a unit diagonal: they are rounded to nearest and disturb no other.
+    Columns that are always zero (dead) get the mean diagonal: they are rounded to nearest and pass no error on.
 
     Returns:
         The factor `[in_features, in_features]`, or None, and the damping that was used.
@@ -129,6 +129,20 @@ def inverse_factor(matrix: Tensor, damping: float) -> tuple[Tensor | None, float
                 return upper, current
             damped.copy_(matrix)
     return None, current
+
+
+def _note(hessian: Hessian, raised_damping: float | None) -> str:
+    """What is unusual about a Hessian that was used all the same."""
+    in_features = len(hessian.matrix)
+    dead = int((hessian.matrix.diagonal() == 0).sum())
+    remarks = []
+    if hessian.num_tokens < in_features:
+        remarks.append(f"only {hessian.num_tokens} calibration tokens for {in_features} input columns")
+    if dead:
+        remarks.append(f"{dead} input columns always zero")
+    if raised_damping is not None:
+        remarks.append(f"damping raised to {raised_damping:g}")
+    return ", ".join(remarks)
 
 
 def _rounded(

@@ -30,19 +30,24 @@ class Hessian:
             mask: Optional bool `[...]`; False marks padding, which does not count.
 
         Raises:
-            ValueError: An input is NaN or infinite, or its square overflows float32; names the linear and the batch.
+            ValueError: An input is NaN or infinite, or the squares overflow float32; names the linear and the batch.
         """
         rows = inputs.reshape(-1, inputs.shape[-1])
         if mask is not None:
             rows = rows[mask.reshape(-1)]
         rows = rows.float()
-        if not bool(torch.isfinite(rows).all()):
+        self.matrix.addmm_(rows.T, rows)
+        # No entry exceeds the largest of the diagonal, and one bad input shows there.
+        if not bool(torch.isfinite(self.matrix.diagonal()).all()):
+            if bool(torch.isfinite(rows).all()):
+                problem = f"inputs (up to {float(rows.abs().max()):.3g}) whose squares overflow float32"
+            else:
+                problem = "inputs that are not finite"
             advice = (
                 "float16 ends at 65504: use --model.dtype bfloat16 (or float32)"
                 if inputs.dtype == torch.float16
                 else "the model itself yields them on this text: look at the calibration data and the checkpoint"
             )
-            raise ValueError(f"{self.name}: calibration batch {self._batches} has inputs that are not finite; {advice}")
-        self.matrix.addmm_(rows.T, rows)
+            raise ValueError(f"{self.name}: calibration batch {self._batches} has {problem}; {advice}")
         self.num_tokens += rows.shape[0]
         self._batches += 1

@@ -25,6 +25,12 @@ from gsq_module.quantization.relaxation import (
 )
 
 
+try:
+    from gsq_module.quantization import kernels
+except ImportError:  # Triton comes with PyTorch's CUDA builds; without it there is no CUDA device to use it on
+    kernels = None  # type: ignore[assignment]
+
+
 class RelaxedLion(torch.optim.Optimizer):
     """Lion (arXiv 2302.06675) over the logits and scales behind relaxed weights.
 
@@ -39,6 +45,7 @@ class RelaxedLion(torch.optim.Optimizer):
         temperature: Gumbel-softmax temperature; annealed by `AnnealingSchedule`.
         logit_scale: Factor on the logits inside the softmax; annealed likewise.
         seed: Root of the noise.
+        fused: Use the Triton kernels where they can serve (CUDA). Off, every device takes the eager path.
         logit_dtype: bfloat16 (rounded stochastically: late in the schedule a step is under half an ulp) or float32.
 
     Raises:
@@ -57,12 +64,14 @@ class RelaxedLion(torch.optim.Optimizer):
         logit_scale: float = 100.0,
         seed: int = 0,
         logit_dtype: torch.dtype = torch.bfloat16,
+        fused: bool = True,
     ) -> None:
         if logit_dtype not in (torch.bfloat16, torch.float32, torch.float64):
             raise ValueError(f"logit_dtype={logit_dtype}: must be torch.bfloat16 or torch.float32")
         self.grid = grid
         self.seed = seed
         self.logit_dtype = logit_dtype
+        self.fused = fused
         defaults = {
             "lr": lr,
             "scale_lr": scale_lr,
@@ -104,12 +113,27 @@ class RelaxedLion(torch.optim.Optimizer):
         state["momentum"] = torch.zeros_like(logits)
         # On grids without a window one number serves all weights; kept as a broadcast view, it takes no memory.
         state["first"] = first if self.grid.is_windowed else first.new_full((1, 1), self.grid.low).expand(rows, cols)
-        state["scales"] = start.scales.to(master)
+        state["scales"] = start.scales.to(master, copy=True)
         state["scale_momentum"] = torch.zeros_like(state["scales"])
         self._draw(param, self._group_of(param))
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
         return next(group for group in self.param_groups if any(p is param for p in group["params"]))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up a saved state as it is. The parameters' samples are the model's to restore; `redraw` gives them too.
+
+        Torch's own way would cast logits, scales and candidates to each parameter's dtype, and take names apart.
+        """
+        super().load_state_dict({**state_dict, "state": {}})
+        params = [param for group in self.param_groups for param in group["params"]]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, param in zip(indices, params, strict=True):
+            if index in state_dict["state"]:
+                self.state[param] = {
+                    key: value.to(param.device) if isinstance(value, Tensor) else value
+                    for key, value in state_dict["state"][index].items()
+                }
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -120,10 +144,30 @@ class RelaxedLion(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is not None:
+                if param.grad is None:
+                    continue
+                if self._is_fused(param):
+                    self._update_fused(param, group)
+                else:
                     self._update(param, group)
                     self._draw(param, group)
         return loss
+
+    def _is_fused(self, param: Tensor) -> bool:
+        return self.fused and kernels is not None and kernels.usable(param, self.state[param]["logits"])
+
+    def _update_fused(self, param: Tensor, group: dict[str, Any]) -> None:
+        """`_update` and `_draw` in one pass over memory."""
+        state = self.state[param]
+        round_key = noise_key(self.seed, state["name"], state["step"], "round")
+        state["step"] += 1
+        draw = self._next_draw(state, group)
+        kernels.update_and_sample(param, state, self.grid, draw, round_key, group)
+        state["draw"] = tuple(draw)
+
+    def _next_draw(self, state: dict[str, Any], group: dict[str, Any]) -> Draw:
+        key = noise_key(self.seed, state["name"], state["step"], "gumbel")
+        return Draw(key, group["temperature"], group["logit_scale"])
 
     def _update(self, param: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
@@ -140,7 +184,7 @@ class RelaxedLion(torch.optim.Optimizer):
                 state["scales"][chunk],
                 state["first"][chunk],
                 self.grid,
-                state["draw"],
+                Draw(*state["draw"]),
                 start,
             )
             old = momentum[:, chunk].to(grad.dtype)
@@ -160,8 +204,8 @@ class RelaxedLion(torch.optim.Optimizer):
     def _draw(self, param: Tensor, group: dict[str, Any]) -> None:
         """Draw a new sample with the group's present temperature; the draw is remembered for its gradient."""
         state = self.state[param]
-        key = noise_key(self.seed, state["name"], state["step"], "gumbel")
-        state["draw"] = Draw(key, group["temperature"], group["logit_scale"])
+        # A plain tuple: torch.load reads nothing else by default.
+        state["draw"] = tuple(self._next_draw(state, group))
         self.redraw(param)
 
     @torch.no_grad()
@@ -169,13 +213,17 @@ class RelaxedLion(torch.optim.Optimizer):
         """Write the current sample into the parameter again, exactly (after hard weights stood there)."""
         state = self.state[param]
         k, rows, cols = state["logits"].shape
+        if self._is_fused(param):
+            draw = Draw(*state["draw"])
+            kernels.sample(param, state["logits"], state["scales"], state["first"], self.grid, draw)
+            return
         for chunk in row_chunks(rows, cols, k, param.device, state["scales"].element_size()):
             param[chunk] = sample_chunk(
                 state["logits"][:, chunk],
                 state["scales"][chunk],
                 state["first"][chunk],
                 self.grid,
-                state["draw"],
+                Draw(*state["draw"]),
                 chunk.start * cols,
             ).to(param.dtype)
 
@@ -187,4 +235,4 @@ class RelaxedLion(torch.optim.Optimizer):
         codes = torch.empty(rows, cols, dtype=torch.int8, device=param.device)
         for chunk in row_chunks(rows, cols, k, param.device):
             codes[chunk] = hard_codes(state["logits"][:, chunk], state["first"][chunk], self.grid)
-        return QuantizedWeight(codes, state["scales"].to(scale_dtype))
+        return QuantizedWeight(codes, state["scales"].to(scale_dtype, copy=True))

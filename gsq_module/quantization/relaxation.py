@@ -82,7 +82,13 @@ def probabilities(logits: Tensor, draw: Draw, start: int) -> Tensor:
     bits = random_bits(draw.key, start, logits[0].numel(), logits.shape[0], logits.device)
     z = gumbel(bits, dtype).view(logits.shape).mul_(1.0 / draw.temperature)
     z.add_(logits.to(dtype), alpha=draw.logit_scale / draw.temperature)
-    return torch.softmax(z, dim=0)
+    # Spelt out: torch.softmax rounds differently where a chunk or a thread's share of it ends, and the result would
+    # depend on the chunk size and on the number of CPU threads.
+    z.sub_(z.amax(0)).exp_()
+    total = z[0].clone()
+    for k in range(1, z.shape[0]):
+        total.add_(z[k])
+    return z.div_(total)
 
 
 def expected_code(p: Tensor, grid: Grid, first: Tensor) -> Tensor:

@@ -46,7 +46,10 @@ class StreamedModel:
         self.embedding: nn.Embedding = self.model.get_input_embeddings()
         names = {id(module): name for name, module in self.model.named_modules()}
         self.embedding_path = names[id(self.embedding)]
-        self.head_path = names.get(id(self.model.get_output_embeddings()))
+        head = self.model.get_output_embeddings()
+        self.head_path = names.get(id(head))
+        # Building the tree has tied them where the config says so.
+        self._shares_embedding = head is not None and head.weight is self.embedding.weight
         self._returns_tuple = False
 
     @classmethod
@@ -68,8 +71,8 @@ class StreamedModel:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the head is the embedding: the checkpoint holds one tensor for both."""
-        return self.head_path is not None and f"{self.head_path}.weight" not in self.checkpoint
+        """Whether the head is the embedding: the config ties them, and the checkpoint holds one tensor for both."""
+        return self._shares_embedding and f"{self.head_path}.weight" not in self.checkpoint
 
     def block_name(self, index: int) -> str:
         """Module path of a block, e.g. `model.layers.3`."""
@@ -89,23 +92,33 @@ class StreamedModel:
         """Drop one block's weights."""
         self.blocks[index].to("meta")
 
-    def _load(self, path: str, recurse: bool = True) -> nn.Module:
+    def missing_weights(self) -> list[str]:
+        """Weights that streaming needs and the checkpoint lacks: from names alone, nothing is read."""
+        paths = [self.block_name(index) for index in range(self.num_blocks)] + self._paths_around_blocks(head=True)
+        return [source for path in paths for source in self._sources(path).values() if source not in self.checkpoint]
+
+    def _sources(self, path: str) -> dict[str, str]:
+        """The checkpoint's name of each parameter and stored buffer of a module, by its name below the module."""
         module = self.model.get_submodule(path)
-        self._fill_buffers(module, recurse)
-        names = [name for name, _ in module.named_parameters(recurse=recurse)]
-        names += [name for name, buffer in module.named_buffers(recurse=recurse) if buffer.is_meta]
-        full = {name: f"{path}.{name}" if path else name for name in names}
+        names = [name for name, _ in module.named_parameters()]
+        names += [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, part in module.named_modules()
+            for name in part._buffers.keys() - part._non_persistent_buffers_set
+        ]
         if path == self.head_path and self.is_tied:
-            full["weight"] = f"{self.embedding_path}.weight"  # tied
-        missing = [name for name in full.values() if name not in self.checkpoint]
+            return {"weight": f"{self.embedding_path}.weight"}
+        return {name: f"{path}.{name}" for name in names}
+
+    def _load(self, path: str) -> nn.Module:
+        module = self.model.get_submodule(path)
+        self._fill_buffers(module)
+        sources = self._sources(path)
+        missing = [name for name in sources.values() if name not in self.checkpoint]
         if missing:
-            present = [name for name in self.checkpoint.names() if name.startswith(path.split(".")[0])][:3]
-            raise ValueError(
-                f"{self.checkpoint.directory} lacks weights of {path or 'the model'}: {', '.join(missing[:8])}"
-                f"{' ...' if len(missing) > 8 else ''}; it has, for example, {', '.join(present) or 'none like these'}"
-            )
-        tensors = self.checkpoint.tensors(full.values())
-        for name, source in full.items():
+            raise ValueError(f"{self.checkpoint.directory} lacks weights of {path}: {', '.join(missing)}")
+        tensors = self.checkpoint.tensors(sources.values())
+        for name, source in sources.items():
             owner = module.get_submodule(name.rpartition(".")[0])
             value = tensors[source]
             value = value.to(self.device, self.dtype if value.is_floating_point() else None)
@@ -116,9 +129,9 @@ class StreamedModel:
                 owner._buffers[leaf] = value
         return module
 
-    def _fill_buffers(self, module: nn.Module, recurse: bool) -> None:
+    def _fill_buffers(self, module: nn.Module) -> None:
         """Compute the buffers that no checkpoint holds (rotary frequencies, scales) by the model's own code."""
-        for part in module.modules() if recurse else (module,):
+        for part in module.modules():
             computed = [name for name in part._non_persistent_buffers_set if part._buffers.get(name) is not None]
             if not computed:
                 continue
@@ -127,9 +140,8 @@ class StreamedModel:
             with torch.no_grad(), torch.device(self.device):
                 self.model._init_weights(part)
 
-    @contextmanager
-    def _around_blocks(self, head: bool):
-        """Load what the model's forward needs besides its blocks; drop it again."""
+    def _paths_around_blocks(self, head: bool) -> list[str]:
+        """Modules that the model's forward needs besides its blocks."""
         decoder_path = self.blocks_path.rpartition(".")[0]
         decoder = self.model.get_submodule(decoder_path)
         prefix = f"{decoder_path}." if decoder_path else ""
@@ -137,6 +149,12 @@ class StreamedModel:
         paths = [path for path in paths if path != self.head_path]
         if head and self.head_path is not None:
             paths.append(self.head_path)
+        return paths
+
+    @contextmanager
+    def _around_blocks(self, head: bool):
+        """Load what the model's forward needs besides its blocks; drop it again."""
+        paths = self._paths_around_blocks(head)
         try:
             for path in paths:
                 self._load(path)
