@@ -9,7 +9,7 @@ from torch import nn
 from gsq_module.module import GSQModule
 from gsq_module.pipeline import find_units
 from gsq_module.streaming.model import StreamedModel
-from gsq_module.streaming.units import indivisible_linears
+from gsq_module.streaming.units import indivisible_linears, is_fused
 
 
 @dataclass
@@ -42,9 +42,9 @@ def check_geometry(model: StreamedModel, recipe: GSQModule) -> list[str]:
         stored = model.checkpoint.names()
         problems.append(
             f"model.path: {model.checkpoint.directory} lacks {len(missing)} weights that its config.json asks for: "
-            f"{', '.join(missing[:6])}{' ...' if len(missing) > 6 else ''}; it has {', '.join(stored[:3])} ... . Complete "
-            "it; or, where transformers converts another layout while loading (experts stored one by one), load it "
-            "there and save_pretrained(..., save_original_format=False)"
+            f"{', '.join(missing[:6])}{' ...' if len(missing) > 6 else ''}; it has {', '.join(stored[:3])} ... . "
+            "Complete it; or, where transformers converts another layout while loading (experts stored one by one), "
+            "load it there and save_pretrained(..., save_original_format=False)"
         )
     indivisible: list[str] = []
     for index in range(_num_blocks(model, recipe)):
@@ -85,18 +85,20 @@ def measure_coverage(model: StreamedModel, recipe: GSQModule) -> Coverage:
     for name, parameter in model.model.named_parameters():
         if name in chosen or (tied and name == f"{model.head_path}.weight"):
             continue
-        reason = _reason(name, modules[name.rpartition(".")[0]], model, recipe)
+        reason = _reason(name, parameter, modules[name.rpartition(".")[0]], model, recipe)
         coverage.float_parameters[reason] = coverage.float_parameters.get(reason, 0) + parameter.numel()
     return coverage
 
 
-def _reason(name: str, owner: nn.Module, model: StreamedModel, recipe: GSQModule) -> str:
+def _reason(name: str, parameter: nn.Parameter, owner: nn.Module, model: StreamedModel, recipe: GSQModule) -> str:
     if name == f"{model.embedding_path}.weight":
         return "embedding, tied with the head" if model.is_tied else "embedding"
     if name == f"{model.head_path}.weight":
         return "head"
     if not name.startswith(f"{model.blocks_path}."):
         return "outside the decoder blocks"
+    if is_fused(parameter):
+        return "fused experts"
     if not isinstance(owner, nn.Linear) or not name.endswith(".weight"):
         return "norms, biases and other small tensors"
     index = int(name.removeprefix(f"{model.blocks_path}.").partition(".")[0])

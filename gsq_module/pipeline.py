@@ -43,6 +43,11 @@ class Samples:
     validation: range
     gptq: range
 
+    @property
+    def fitted(self) -> tuple[range, range]:
+        """The parts that a unit is fitted to and measured on: those that have targets."""
+        return self.train, self.validation
+
     @classmethod
     def of(cls, train: Tensor, validation: Tensor, gptq: Tensor) -> Samples:
         ends = [len(train), len(train) + len(validation), len(train) + len(validation) + len(gptq)]
@@ -89,9 +94,16 @@ class BlockLoop:
 
     def run(self, shards: UnitShards, refine: Refine) -> list[UnitResult]:
         """Quantize all blocks of the recipe; units that `shards` holds already are taken from there."""
-        sizes = self.samples.batch_sizes(self.batch_size) | self.loader_sizes
         num_blocks = min(self.recipe.num_blocks or self.model.num_blocks, self.model.num_blocks)
-        results: list[UnitResult] = []
+        units = [(index, kind) for index in range(num_blocks) for kind in self.recipe.units]
+        unfinished = [index for index, kind in units if shards.result(index, kind) is None]
+        if unfinished:
+            # Behind the last of them nobody needs the streams.
+            self._run_blocks(unfinished[-1] + 1, shards, refine)
+        return [result for unit in units if (result := shards.result(*unit)) is not None]
+
+    def _run_blocks(self, num_blocks: int, shards: UnitShards, refine: Refine) -> None:
+        sizes = self.samples.batch_sizes(self.batch_size) | self.loader_sizes
         with ExitStack() as cleanup:
             with self.clock.stage("embed"):
                 seq_len = self.samples.tokens.shape[1]
@@ -100,16 +112,15 @@ class BlockLoop:
                 cleanup.callback(stores.close)
                 self.model.embed(self.samples.tokens, stores["quantized"], self.batch_size)
                 if self.target == "original_stream":
-                    for rows in self._batches():
+                    for rows in self._batches(*self.samples.fitted):
                         stores["original"].write(rows, stores["quantized"].read(rows, self._device, self._dtype))
             for index in range(num_blocks):
                 block = self.model.load_block(index)
                 step = _BlockStep(self, index, block, {size: calls[size][index] for size in sizes}, stores)
-                results += step.quantize(shards, refine)
+                step.quantize(shards, refine)
                 if index < num_blocks - 1:
                     step.propagate()
                 self.model.release_block(index)
-        return results
 
     @property
     def _device(self) -> torch.device:
@@ -148,13 +159,12 @@ class _BlockStep:
         self.loop, self.index, self.block, self.calls, self.stores = loop, index, block, calls, stores
         self.units = find_units(loop.model, index, loop.recipe)
 
-    def quantize(self, shards: UnitShards, refine: Refine) -> list[UnitResult]:
+    def quantize(self, shards: UnitShards, refine: Refine) -> None:
         """Quantize the block's units one after the other; each sees those before it quantized."""
         done = {unit.kind: shards.load(self.index, unit.kind) for unit in self.units}
         if self.loop.target == "original_stream":
             with self.loop.clock.stage("original", self.index):
                 self._advance_original(any(entry is None for entry in done.values()))
-        results = []
         for unit in self.units:
             entry = done[unit.kind]
             if entry is None:
@@ -162,8 +172,6 @@ class _BlockStep:
                 shards.save(*entry)
                 self.loop.on_unit(entry[0])
             self._place(unit, entry[1])
-            results.append(entry[0])
-        return results
 
     @torch.no_grad()
     def propagate(self) -> None:
@@ -182,9 +190,9 @@ class _BlockStep:
     def _advance_original(self, with_goals: bool) -> None:
         """Pass the original stream through the untouched block; keep what each unit should bring the stream to."""
         if with_goals:
-            _, hidden = next(self._read("original"))
+            _, hidden = next(self._read("original", *self.loop.samples.fitted))
             trace_units(self.block, self._call(hidden), hidden, self.units)
-        for rows, hidden in self._read("original"):
+        for rows, hidden in self._read("original", *self.loop.samples.fitted):
             result, sums = catch_sums(self.block, self._call(hidden), hidden, self.units if with_goals else [])
             for unit, total in zip(self.units, sums, strict=False):
                 if not unit.ends_block:
@@ -233,7 +241,7 @@ class _BlockStep:
         from_stream = self.loop.target == "original_stream"
         power = torch.zeros((), dtype=torch.float64, device=self.loop.model.device)
         count = 0
-        for rows, hidden in self._read("quantized", samples.train, samples.validation):
+        for rows, hidden in self._read("quantized", *samples.fitted):
             caught = catch(self.block, self._call(hidden), hidden, unit, with_branch=not from_stream)
             if from_stream:
                 # In float32: the difference is much smaller than its terms.

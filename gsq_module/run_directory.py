@@ -16,6 +16,7 @@ Every write goes to a temporary file first, is fsynced, and is renamed into plac
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -57,7 +58,7 @@ class UnitResult:
         initial_error: Relative squared error on the validation samples with the initial codes.
         refined_error: The same with the weights that were kept: never above `initial_error`.
         kept: `refined` or `initial`.
-        rejected_error: What refinement reached where the initial codes were kept.
+        rejected_error: What refinement reached where the initial codes were kept; may be NaN or infinite.
         codes_changed: Fraction of codes that differ from the initial ones.
         steps: Optimizer steps.
         seconds: Of refinement.
@@ -101,15 +102,22 @@ class UnitShards:
         content = save(tensors, metadata={"result": json.dumps(asdict(result))})
         write_atomically(self._file(result.block, result.unit), content)
 
-    def load(self, block: int, unit: str) -> tuple[UnitResult, dict[str, QuantizedWeight]] | None:
-        """A finished unit, or None where its file is missing or not whole (it is then done again)."""
-        path = self._file(block, unit)
+    def result(self, block: int, unit: str) -> UnitResult | None:
+        """What became of a finished unit, or None where its file is missing or not whole (it is then done again)."""
         try:
-            with safe_open(path, framework="pt") as file:
-                result = UnitResult(**json.loads(file.metadata()["result"]))
-                tensors = {key: file.get_tensor(key) for key in file.keys()}
+            # Opening compares the header with the file's length.
+            with safe_open(self._file(block, unit), framework="pt") as file:
+                return UnitResult(**json.loads(file.metadata()["result"]))
         except (FileNotFoundError, SafetensorError, KeyError, TypeError, ValueError):
             return None
+
+    def load(self, block: int, unit: str) -> tuple[UnitResult, dict[str, QuantizedWeight]] | None:
+        """A finished unit with its weights by the linears' module paths, or None as from `result`."""
+        result = self.result(block, unit)
+        if result is None:
+            return None
+        with safe_open(self._file(block, unit), framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
         names = sorted({key.rpartition(".")[0] for key in tensors})
         return result, {name: self._weight(name, tensors) for name in names}
 
@@ -223,6 +231,15 @@ class RunDirectory:
         return UnitShards(self.path / "initial", grid)
 
     def write_summary(self, summary: dict[str, Any]) -> Path:
+        """Write summary.json; numbers that are not finite become null, for JSON has none."""
         target = self.path / "summary.json"
-        write_atomically(target, json.dumps(summary, indent=1).encode())
+        write_atomically(target, json.dumps(_finite(summary), indent=1, allow_nan=False).encode())
         return target
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -24,7 +24,6 @@ from gsq_module.quantization.relaxation import (
     sample_chunk,
 )
 
-
 try:
     from gsq_module.quantization import kernels
 except ImportError:  # Triton comes with PyTorch's CUDA builds; without it there is no CUDA device to use it on
@@ -99,7 +98,11 @@ class RelaxedLion(torch.optim.Optimizer):
         rows, cols = start.codes.shape
         assert param.shape == start.codes.shape, (name, tuple(param.shape), tuple(start.codes.shape))
         k = self.grid.num_candidates
-        first = self.grid.first_candidate(start.codes)
+        if self.grid.is_windowed:
+            first = self.grid.first_candidate(start.codes)
+        else:
+            # One number serves all weights; kept as a broadcast view, it takes no memory.
+            first = start.codes.new_full((1, 1), self.grid.low).expand(rows, cols)
         logits = torch.empty(k, rows, cols, dtype=self.logit_dtype, device=param.device)
         key = noise_key(self.seed, name, "init")
         for chunk in row_chunks(rows, cols, k, param.device):
@@ -111,8 +114,7 @@ class RelaxedLion(torch.optim.Optimizer):
         state["step"] = 0
         state["logits"] = logits
         state["momentum"] = torch.zeros_like(logits)
-        # On grids without a window one number serves all weights; kept as a broadcast view, it takes no memory.
-        state["first"] = first if self.grid.is_windowed else first.new_full((1, 1), self.grid.low).expand(rows, cols)
+        state["first"] = first
         state["scales"] = start.scales.to(master, copy=True)
         state["scale_momentum"] = torch.zeros_like(state["scales"])
         self._draw(param, self._group_of(param))
@@ -146,6 +148,7 @@ class RelaxedLion(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is None:
                     continue
+                assert "logits" in self.state[param], "relax() must give every weight its codes before the first step"
                 if self._is_fused(param):
                     self._update_fused(param, group)
                 else:
@@ -171,7 +174,6 @@ class RelaxedLion(torch.optim.Optimizer):
 
     def _update(self, param: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
-        assert "logits" in state, "relax() must give every weight its codes before the first step"
         logits, momentum = state["logits"], state["momentum"]
         k, rows, cols = logits.shape
         beta_update, beta_momentum = group["betas"]

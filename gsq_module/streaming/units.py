@@ -62,7 +62,8 @@ def find_unit(block: nn.Module, block_name: str, kind: str, ignore: Sequence[str
         ignore: Glob patterns on full module paths of linears that stay in float.
 
     Raises:
-        ValueError: The block has no such child, or it has no linear layer to quantize (fused experts, say).
+        ValueError: The block has no such child, its weights are no linear layers (fused experts, say), or `ignore`
+            names all of them.
     """
     children = dict(block.named_children())
     child = next((name for name in UNIT_CHILDREN[kind] if name in children), None)
@@ -72,21 +73,29 @@ def find_unit(block: nn.Module, block_name: str, kind: str, ignore: Sequence[str
             f"its children are {', '.join(children) or 'none'}"
         )
     name = f"{block_name}.{child}"
-    linears = {
-        path: module
-        for path, module in children[child].named_modules()
-        if isinstance(module, nn.Linear)
-        and not any(fnmatch.fnmatchcase(f"{name}.{path}", pattern) for pattern in ignore)
-    }
-    fused = [
-        path for path, p in children[child].named_parameters() if p.ndim == 3 and p.shape[-1] > 1 and p.shape[-2] > 1
-    ]
+    linears = {path: module for path, module in children[child].named_modules() if isinstance(module, nn.Linear)}
+    fused = [path for path, parameter in children[child].named_parameters() if is_fused(parameter)]
     if not linears or fused:
         raise ValueError(
             f"model.units: {name} keeps weights outside nn.Linear ({', '.join(fused) or 'no linear layer at all'}): "
             f"fused experts are not quantized. Leave {kind!r} out of model.units"
         )
-    return Unit(kind, name, children[child], linears)
+    chosen = {
+        path: linear
+        for path, linear in linears.items()
+        if not any(fnmatch.fnmatchcase(f"{name}.{path}", pattern) for pattern in ignore)
+    }
+    if not chosen:
+        raise ValueError(
+            f"model.ignore: {list(ignore)} names every linear of {name} ({', '.join(linears)}). "
+            f"Leave {kind!r} out of model.units, or ignore less"
+        )
+    return Unit(kind, name, children[child], chosen)
+
+
+def is_fused(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a stack of matrices, such as the weights of all experts of a layer."""
+    return parameter.ndim == 3 and parameter.shape[-1] > 1 and parameter.shape[-2] > 1
 
 
 def indivisible_linears(unit: Unit, group_size: int) -> list[str]:

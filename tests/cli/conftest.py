@@ -73,14 +73,12 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,
-        initializer_range=0.2,
+        initializer_range=0.5,
         eos_token_id=0,
         bos_token_id=None,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(toy.model)
-    words = Tokenizer(
-        WordLevel({"<eos>": 0, "<unk>": 1} | {f"w{n}": n for n in range(2, WORDS)}, unk_token="<unk>")
-    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(toy.model)
+    words = Tokenizer(WordLevel({"<eos>": 0, "<unk>": 1} | {f"w{n}": n for n in range(2, WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>").save_pretrained(toy.model)
     numbers = random.Random(0)
@@ -92,17 +90,17 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
             "path": str(toy.model),
             "group_size": 32,
             "units": ["mlp"],
-            "refinement": {"epochs": 1, "lr": 1e-2},
+            "refinement": {"epochs": 2, "lr": 1e-2},
         },
         "data": {
             "calibration": text,
             "evaluation": {"words": text},
             "seq_len": 16,
-            "train_samples": 4,
-            "validation_samples": 2,
+            "train_samples": 16,
+            "validation_samples": 4,
             "gptq_samples": 4,
             "evaluation_samples": 3,
-            "batch_size": 2,
+            "batch_size": 4,
         },
         "trainer": {"accelerator": "cpu", "log_every_n_steps": 1, "limit_val_batches": 0},
     }

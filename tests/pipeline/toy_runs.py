@@ -12,8 +12,14 @@ from toy_models import family, save, words
 
 from gsq_module.cli import GSQCLI, main
 
-SEQ_LEN = 16
-SAMPLES = {"train_samples": 16, "validation_samples": 5, "gptq_samples": 9, "evaluation_samples": 6}
+SEQ_LEN = 32
+SAMPLES = {"train_samples": 128, "validation_samples": 5, "gptq_samples": 19, "evaluation_samples": 9}
+BATCH_SIZE = 8
+STEPS = SAMPLES["train_samples"] // BATCH_SIZE
+"""Optimizer steps of a unit in one epoch."""
+BARE = ("--model.measure_initial=false", "--reload_max_gib=0")
+"""Options that leave out what only measures."""
+ONE_BLOCK = (*BARE, "--model.num_blocks=1")
 
 
 def toy_checkpoint(folder: Path, name: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
@@ -22,23 +28,22 @@ def toy_checkpoint(folder: Path, name: str = "llama", dtype: torch.dtype = torch
 
 
 def write_recipe(folder: Path, checkpoint: Path) -> Path:
-    """A recipe for a run of seconds: 8 optimizer steps a unit, batches that leave remainders of several sizes."""
+    """A recipe for a run of seconds. Batches leave remainders of several sizes; nearly every unit gets better."""
     for number, name in enumerate(("calibration", "held_out")):
-        (folder / f"{name}.txt").write_text(words(800, seed=number))
+        (folder / f"{name}.txt").write_text(words(8000, seed=number))
     recipe = {
         "seed_everything": 0,
         "model": {
             "path": str(checkpoint),
             "group_size": 32,
             "dtype": "float32",
-            # 8 steps must carry a logit over the 0.03 between neighbouring candidates.
-            "refinement": {"epochs": 2, "lr": 0.02, "scale_lr": 1e-3, "logit_dtype": "float32"},
+            "refinement": {"epochs": 1, "lr": 2e-3, "scale_lr": 1e-4, "logit_dtype": "float32"},
         },
         "data": {
             "calibration": _files(folder / "calibration.txt"),
             "evaluation": {"held_out": _files(folder / "held_out.txt")},
             "seq_len": SEQ_LEN,
-            "batch_size": 4,
+            "batch_size": BATCH_SIZE,
             **SAMPLES,
         },
         "trainer": {"accelerator": "cpu", "limit_val_batches": 0, "log_every_n_steps": 1},

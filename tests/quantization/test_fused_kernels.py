@@ -57,7 +57,8 @@ def check_agreement(device: str, steps: int = 5) -> None:
                 grad = torch.randn(rows, cols, generator=torch.Generator().manual_seed(step)).to(device, weight_dtype)
                 for optimizer, param in ((fused, a), (eager, b)):
                     for group in optimizer.param_groups:
-                        group["temperature"], group["logit_scale"] = 2.0 - 0.3 * step, 100.0 + 50.0 * step
+                        progress = step / (steps - 1)
+                        group["temperature"], group["logit_scale"] = 2.0 - 1.95 * progress, 100.0 + 400.0 * progress
                     param.grad = grad.clone()
                     optimizer.step()
             first, second = fused.state[a], eager.state[b]
@@ -65,10 +66,11 @@ def check_agreement(device: str, steps: int = 5) -> None:
             assert first["draw"] == second["draw"]
             # Lion takes the sign of an update: one that is zero up to rounding may go either way.
             same = torch.isclose(first["logits"].float(), second["logits"].float(), rtol=1e-4, atol=1e-6)
-            assert same.float().mean() > 0.999, (bits, logit_dtype, same.float().mean())
+            floor = 0.99 if logit_dtype == torch.bfloat16 else 0.999
+            assert same.float().mean() > floor, (bits, logit_dtype, same.float().mean())
             assert torch.isclose(first["scales"], second["scales"], rtol=1e-4, atol=1e-6).float().mean() > 0.99
             codes = [o.harden(p, torch.bfloat16).codes for o, p in ((fused, a), (eager, b))]
-            assert (codes[0] == codes[1]).float().mean() > 0.999
+            assert torch.equal(codes[0], codes[1])
 
 
 def test_kernels_agree_in_the_interpreter():

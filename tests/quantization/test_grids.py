@@ -34,7 +34,9 @@ def test_nearest_finds_the_closest_level(grid: Grid, dtype: torch.dtype) -> None
     assert torch.equal(values, before), "the argument is the caller's"
     distances = (values.double().unsqueeze(-1) - levels_of(grid)).abs()
     assert set(codes.tolist()) <= set(levels_of(grid).tolist())
-    torch.testing.assert_close((values.double() - codes.double()).abs(), distances.amin(-1), rtol=0, atol=0)
+    # On the 1-bit grid a value within a rounding error of the middle may go either way.
+    excess = (values.double() - codes.double()).abs() - distances.amin(-1)
+    assert excess.max() <= (torch.finfo(dtype).eps if grid.step > 1 else 0)
 
 
 @ALL_GRIDS

@@ -1,4 +1,4 @@
-"""Contract 1: the noise is a pure function of key, element and level. `plain_bits` states it again, on Python's integers."""
+"""Contract 1: noise is a pure function of key, element and level. `plain_bits` states it again on Python's integers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ KEY = noise_key(17, "model.layers.3.mlp.down_proj", 250, "gumbel")
 def test_keys_are_golden() -> None:
     text = b"17\x1fmodel.layers.3.mlp.down_proj\x1f250\x1fgumbel"
     digest = hashlib.blake2b(text, digest_size=8).digest()
-    assert KEY == (int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
-    assert KEY == (2393768262, 3983266784)
+    assert (int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")) == KEY
+    assert KEY == (2393768262, 3983266784), "a change of keys changes every run"
 
 
 @pytest.mark.parametrize(

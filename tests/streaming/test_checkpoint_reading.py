@@ -62,7 +62,7 @@ def test_missing_shards_are_named(sharded, tmp_path):
 
 
 def test_folder_without_weights(tmp_path):
-    with pytest.raises(FileNotFoundError, match="neither model.safetensors.index.json nor model.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors\.index\.json nor model\.safetensors"):
         Checkpoint(tmp_path)
     with pytest.raises(FileNotFoundError, match="no checkpoint folder"):
         Checkpoint(tmp_path / "nothing")

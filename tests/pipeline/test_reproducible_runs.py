@@ -1,0 +1,68 @@
+"""The seed decides everything; how a batch is divided decides nothing."""
+
+from __future__ import annotations
+
+import torch
+from toy_runs import BARE, ONE_BLOCK, STEPS, contents, run, summary_of
+
+from gsq_module.quantization.grid import GRIDS
+from gsq_module.run_directory import RunDirectory
+
+
+def test_same_seed_same_bytes(recipes, tmp_path):
+    options = ("--model.refinement.logit_dtype=bfloat16", *BARE)
+    for name in ("first", "second"):
+        run(recipes("llama"), tmp_path / name, *options)
+    run(recipes("llama"), tmp_path / "other", "--seed_everything=1", *options)
+    first, second, other = (contents(tmp_path / name / "export") for name in ("first", "second", "other"))
+    assert first == second
+    assert first.keys() == other.keys()
+    assert {name for name in first if first[name] != other[name]} == {"model-00001-of-00001.safetensors"}
+
+
+def test_data_seed_chooses_the_samples(llama, tmp_path):
+    run(llama, tmp_path / "first", *ONE_BLOCK)
+    run(llama, tmp_path / "other", "--model.num_blocks=1", "--data.seed=1", *BARE)
+    first, other = (contents(tmp_path / name / "export") for name in ("first", "other"))
+    assert first != other
+
+
+def test_stores_on_disk_change_nothing(llama, tmp_path):
+    for store in ("memory", "disk", "device"):
+        run(llama, tmp_path / store, f"--model.store={store}", *ONE_BLOCK)
+    memory, disk, device = (contents(tmp_path / store / "export") for store in ("memory", "disk", "device"))
+    assert memory == disk == device
+    assert not list((tmp_path / "disk").rglob("*.bin")), "hidden states stay behind"
+
+
+def test_microbatches_change_next_to_nothing(llama, tmp_path):
+    """A batch of 8 as 8x1, 4x2 and 1x8 gives the same steps; sums in another order may turn a sign of Lion's."""
+    weights = {}
+    for size in (1, 2, 8):
+        options = (f"--data.microbatch_size={size}", "--data.train_samples=64", "--model.units=[mlp]")
+        cli = run(llama, tmp_path / str(size), *options, *ONE_BLOCK)
+        assert cli.trainer.accumulate_grad_batches == 8 // size
+        assert cli.trainer.global_step == STEPS // 2
+        weights[size] = dict(RunDirectory(tmp_path / str(size)).units(GRIDS[2]).weights())
+    (unit,) = summary_of(tmp_path / "8")["units"]
+    assert unit["codes_changed"] > 0.02, "else equal codes would say nothing"
+    for size in (1, 2):
+        for name, weight in weights[8].items():
+            assert (weights[size][name].codes == weight.codes).float().mean() > 0.995, (size, name)
+            assert (weights[size][name].scales - weight.scales).abs().max() < 0.1 * weight.scales.abs().mean()
+
+
+def test_accumulation_asked_of_the_trainer_is_the_same(llama, tmp_path):
+    run(llama, tmp_path / "data", "--data.microbatch_size=2", *ONE_BLOCK)
+    run(llama, tmp_path / "trainer", "--trainer.accumulate_grad_batches=4", *ONE_BLOCK)
+    data, trainer = (contents(tmp_path / name / "export") for name in ("data", "trainer"))
+    assert data == trainer
+
+
+def test_batch_size_is_no_detail(llama, tmp_path):
+    """Else the tests above could not tell."""
+    for size in (8, 16):
+        run(llama, tmp_path / str(size), f"--data.batch_size={size}", *ONE_BLOCK)
+    eight, sixteen = (dict(RunDirectory(tmp_path / str(size)).units(GRIDS[2]).weights()) for size in (8, 16))
+    same = [(eight[name].codes == sixteen[name].codes).float().mean() for name in eight]
+    assert torch.stack(same).max() < 0.99
