@@ -69,13 +69,16 @@ def test_the_header_says_what_it_takes_and_its_commands_parse(recipe: Path, run_
     monkeypatch.chdir(ROOT)
     paragraphs = header(recipe)
     assert list(paragraphs) == ["Makes", "Needs", "Run", "Override"]
-    commands = [paragraphs[word] for word in ("Run", "Override") if COMMAND in paragraphs[word]]
-    assert paragraphs["Run"] in commands or paragraphs["Run"].startswith("make ")
-    assert paragraphs["Override"] in commands
-    for command in commands:
-        args = shlex.split(command.partition(COMMAND)[2])
-        assert args[:3] == ["fit", "--config", recipe.relative_to(ROOT).as_posix()]
-        outcome = run_cli(*args, "--print_config")
+    plain = f"fit --config {recipe.relative_to(ROOT).as_posix()}"
+    run, override = paragraphs["Run"], paragraphs["Override"]
+    assert run.endswith(COMMAND + plain) or run.startswith("make ")
+    # In full, or as "... --key value": the command above with more options.
+    _, in_full, options = override.partition(COMMAND + plain)
+    if not in_full:
+        options = override.partition("... ")[2]
+    assert options.strip().startswith("--")
+    for args in ([], shlex.split(options)):
+        outcome = run_cli(*plain.split(), *args, "--print_config")
         assert outcome.status == 0, outcome.err
 
 

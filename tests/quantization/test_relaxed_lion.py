@@ -266,6 +266,9 @@ def test_late_updates_vanish_without_stochastic_rounding(monkeypatch: pytest.Mon
     # The steady gradient favours the lowest candidate of every weight at every step.
     travel = (after - before)[0]
     assert travel.mean() == pytest.approx(lr * steps, rel=0.03)
+    assert travel.std() < lr * steps, (
+        "each step rounds afresh; with the same bits some would go all the way, some nowhere"
+    )
 
     monkeypatch.setattr(optimizer_module, "round_to_bfloat16", lambda values, bits: values.to(torch.bfloat16))
     before, after, _ = late_steps(torch.bfloat16, lr, steps, noise=0.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from gsq_module.quantization.grid import GRIDS, Grid
 from gsq_module.quantization.scales import round_to_nearest, search_scales
 
-GROUPS, SIZE = 64, 64
+GROUPS, SIZE = 32, 64
 
 
 def normal(scale: float = 0.02) -> Tensor:
@@ -81,6 +81,28 @@ def test_both_signs_are_never_worse_than_one(grid: Grid, make: Callable[[], Tens
     assert (errors <= unsigned * (1 + 1e-5)).all()
     if not grid.is_lopsided:
         assert torch.equal(both, one)
+
+
+@ALL_GRIDS
+def test_a_mirrored_weight_has_mirrored_scales(grid: Grid) -> None:
+    weight = normal()
+    scales, mirrored = (search_scales(side, grid, torch.bfloat16) for side in (weight, -weight))
+    # Where a group leaves the longer side unused both signs serve as well.
+    assert torch.equal(scales.abs(), mirrored.abs())
+    assert (scales == mirrored).double().mean() < 0.2 if grid.is_lopsided else torch.equal(scales, mirrored)
+
+
+@ALL_GRIDS
+def test_the_scale_is_the_best_of_those_the_dtype_holds(grid: Grid) -> None:
+    """A dtype of 16 values an octave shows whether errors are taken of the rounded scales."""
+    weight = normal(4.0)
+    scales = search_scales(weight, grid, torch.float8_e4m3fn)
+    every = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    errors = torch.stack(
+        [squared_errors(weight, scale.expand(GROUPS), grid) for scale in torch.cat([every, -every]).unbind()]
+    )
+    found = squared_errors(weight, scales, grid)
+    assert torch.equal(found, errors.amin(0))
 
 
 def test_signed_scales_pay_on_the_two_bit_grid() -> None:
