@@ -148,6 +148,18 @@ class GSQCLI(LightningCLI):
         )
 
     @override
+    def before_instantiate_classes(self) -> None:
+        """A W&B logger without an id of its own gets the run's, and writes into the run directory."""
+        configured = self._get(self.config, "trainer").get("logger")
+        for logger in configured if isinstance(configured, list) else [configured]:
+            if getattr(logger, "class_path", "").endswith("WandbLogger") and self.subcommand == "fit":
+                arguments = logger.init_args
+                if arguments.get("id") is None and arguments.get("version") is None:
+                    arguments["id"] = RunDirectory(self._run_dir).wandb_id()
+                if arguments.get("save_dir") in (None, "."):
+                    arguments["save_dir"] = self._run_dir
+
+    @override
     def instantiate_classes(self) -> None:
         with user_errors():
             super().instantiate_classes()
@@ -196,16 +208,15 @@ class GSQCLI(LightningCLI):
             run.directory.prepare(self._resolved_config(), self._fingerprint())
             run.start_loggers()
             opened = run.open_model()
-            run.tokenize(opened.checkpoint.directory)
+            datamodule.tokenize(run.tokenizer(opened.checkpoint.directory))
         self.summary = commands.fit(run, opened, self.began)
 
     def export(self, model: GSQModule, datamodule: CalibrationData) -> None:
         """Write the units of a finished run as a checkpoint again."""
         with user_errors():
             run = self._run(model, datamodule)
-            if (run.directory.path / "fingerprint.json").is_file():
-                # With other settings the codes would be read wrongly without a word: as another number of bits, say.
-                run.directory.prepare(self._resolved_config(), self._fingerprint())
+            # With other settings the codes would be read wrongly without a word: as another number of bits, say.
+            run.directory.check(self._fingerprint())
             commands.export(run)
 
     def evaluate(

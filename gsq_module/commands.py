@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from callbacks import RunProgress
 from gsq_module.coverage import Coverage, check_geometry, measure_coverage
@@ -130,15 +130,20 @@ class Run:
         raise_collected(check_geometry(model, self.recipe))
         return model
 
-    def tokenize(self, folder: Path) -> None:
+    def tokenizer(self, folder: Path) -> PreTrainedTokenizerBase:
+        """The tokenizer of a checkpoint folder."""
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
+            return AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"the tokenizer of {folder} does not load ({error}). The model's tokenizer.json and "
                 "tokenizer_config.json belong into that folder"
             ) from error
-        self.data.tokenize(tokenizer)
+
+    def say(self, part: str) -> None:
+        """Name the part of the command that begins, for those who watch."""
+        if self.trainer.is_global_zero and self.progress.is_enabled:
+            print(part, flush=True)
 
     def quantize(self, model: StreamedModel) -> list[UnitResult]:
         """The block loop of the recipe."""
@@ -236,11 +241,15 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     """
     recipe, directory = run.recipe, run.directory
     coverage = measure_coverage(model, recipe)
+    run.say("original: perplexity")
     perplexities = {"original": run.perplexity(model)}
     if recipe.measure_initial and recipe.refinement.epochs:
+        run.say(f"initial: {recipe.initializer} alone, and its perplexity")
         initial = run.quantize_initially(model)
         perplexities["initial"] = run.perplexity(model, initial.weights())
+    run.say("quantized: refinement")
     results = run.quantize(model)
+    run.say("quantized: export and perplexity")
     shards = directory.units(recipe.grid)
     report = run.export(model, coverage)
     perplexities["quantized"] = run.perplexity(model, shards.weights())
@@ -284,7 +293,7 @@ def evaluate(run: Run, checkpoint: str | None, whole_model: bool) -> dict[str, f
     if checkpoint == "original":
         folder = source.fetch(run.recipe.path, run.recipe.gguf_file, run.directory.source)
     opened = open_checkpoint(folder)
-    run.tokenize(folder)
+    run.data.tokenize_evaluation(run.tokenizer(folder))
     if whole_model:
         result = whole_model_perplexity(folder, run.data.evaluation_tokens, run.device, run.dtype)
     else:

@@ -43,7 +43,7 @@ class Refinement:
     lr: PositiveFloat = 2e-4
     scale_lr: NonNegativeFloat = 1e-4
     final_lr_fraction: ClosedUnitInterval = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[ClosedUnitInterval, ClosedUnitInterval] = (0.9, 0.95)
     weight_decay: NonNegativeFloat = 1.0
     temperature: tuple[PositiveFloat, PositiveFloat] = (2.0, 0.05)
     logit_scale: tuple[PositiveFloat, PositiveFloat] = (100.0, 500.0)

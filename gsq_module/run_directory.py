@@ -5,6 +5,7 @@ Every write goes to a temporary file first, is fsynced, and is renamed into plac
     config.yaml          the resolved configuration; an earlier one with other content is kept as config.<n>.yaml
     fingerprint.json     what shapes the result; a run is resumed only where it agrees
     units/               codes and scales of each finished unit, packed as in the export, with its results
+    wandb_id             the id of its W&B run, if it has one
     initial/             the same for the initial quantization measured alone
     source/              a GGUF checkpoint converted to safetensors
     activations/         hidden states, where they are on disk; removed at the end
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -191,21 +193,26 @@ class RunDirectory:
             raise ValueError(
                 f"run_dir={str(self.path)!r}: cannot be made ({error}); try --run_dir runs/another"
             ) from error
-        known = self.path / "fingerprint.json"
-        text = json.dumps(fingerprint, indent=1, sort_keys=True, default=str)
-        if known.is_file():
-            self._compare(known, json.loads(text))
-        else:
-            write_atomically(known, text.encode())
+        self.check(fingerprint)
+        write_atomically(self._fingerprint_file, _fingerprint_text(fingerprint).encode())
         target = self.path / "config.yaml"
         if target.is_file() and target.read_text() != config:
             number = sum(1 for _ in self.path.glob("config.*.yaml")) + 1
             target.rename(self.path / f"config.{number}.yaml")
         write_atomically(target, config.encode())
 
-    def _compare(self, known: Path, wanted: dict[str, Any]) -> None:
+    def check(self, fingerprint: dict[str, Any]) -> None:
+        """Compare the run in the folder, if units of one are there, with the one that is wanted.
+
+        Raises:
+            ValueError: As `prepare`.
+        """
+        finished = [*self.path.glob("units/*.safetensors"), *self.path.glob("initial/*.safetensors")]
+        if not finished or not self._fingerprint_file.is_file():
+            return
+        wanted = json.loads(_fingerprint_text(fingerprint))
         try:
-            before = json.loads(known.read_text())
+            before = json.loads(self._fingerprint_file.read_text())
         except ValueError:
             before = {}
         differing = [key for key in sorted({*before, *wanted}) if before.get(key) != wanted.get(key)]
@@ -217,12 +224,23 @@ class RunDirectory:
             )
 
     @property
+    def _fingerprint_file(self) -> Path:
+        return self.path / "fingerprint.json"
+
+    @property
     def source(self) -> Path:
         return self.path / "source"
 
     @property
     def activations(self) -> Path:
         return self.path / "activations"
+
+    def wandb_id(self) -> str:
+        """An id for the run's W&B run: made once, so that a resumed run goes on in the same one."""
+        known = self.path / "wandb_id"
+        if not known.is_file():
+            write_atomically(known, secrets.token_hex(8).encode())
+        return known.read_text()
 
     def units(self, grid: Grid) -> UnitShards:
         return UnitShards(self.path / "units", grid)
@@ -235,6 +253,10 @@ class RunDirectory:
         target = self.path / "summary.json"
         write_atomically(target, json.dumps(_finite(summary), indent=1, allow_nan=False).encode())
         return target
+
+
+def _fingerprint_text(fingerprint: dict[str, Any]) -> str:
+    return json.dumps(fingerprint, indent=1, sort_keys=True, default=str)
 
 
 def _finite(value: Any) -> Any:

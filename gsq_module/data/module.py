@@ -137,6 +137,19 @@ class CalibrationData(LightningDataModule):
         )
         with _noting(problems, wanted):
             self._tokenize_calibration(tokenizer)
+        try:
+            self.tokenize_evaluation(tokenizer)
+        except ValueError as error:
+            problems.append(str(error))
+        _raise(problems)
+
+    def tokenize_evaluation(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Read the evaluation texts alone and fill `evaluation_tokens`.
+
+        Raises:
+            ValueError: As `tokenize`.
+        """
+        problems: list[str] = []
         self.evaluation_tokens = {}
         for name, source in self.evaluation.items():
             wanted = (

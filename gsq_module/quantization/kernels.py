@@ -158,7 +158,9 @@ def _sample_kernel(
 
 
 @triton.jit
-def _lion(logits, momentum, offset, mask, logit, grad, bits, lr, decay, beta_update, beta_momentum, ROUND: tl.constexpr):
+def _lion(
+    logits, momentum, offset, mask, logit, grad, bits, lr, decay, beta_update, beta_momentum, ROUND: tl.constexpr
+):
     """Lion on one level: stores logit and momentum, returns the logit as stored."""
     old = tl.load(momentum + offset, mask=mask, other=0.0).to(tl.float32)
     update = grad + beta_update * (old - grad)
@@ -263,7 +265,9 @@ def _draw_arguments(draw: Draw) -> tuple[int, int, float, float]:
     return as_int32(draw.key[0]), as_int32(draw.key[1]), draw.logit_scale / draw.temperature, 1.0 / draw.temperature
 
 
-def sample(param: Tensor, logits: Tensor, scales: Tensor, first: Tensor, grid: Grid, draw: Draw, start: int = 0) -> None:
+def sample(
+    param: Tensor, logits: Tensor, scales: Tensor, first: Tensor, grid: Grid, draw: Draw, start: int = 0
+) -> None:
     """Write one relaxed weight into `param` `[rows, cols]`.
 
     Args:

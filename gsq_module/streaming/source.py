@@ -6,12 +6,15 @@ All traps of GGUF loading through transformers 5 live in `convert_gguf`.
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 from pathlib import Path
 
 import torch
 
 PACKAGE_PREFIX = "package:"
+ORIGIN_FILE = "converted_from.json"
+"""Beside a conversion: what it was made from. Written last, so that it also says that the conversion is whole."""
 
 
 def locate(path: str, gguf_file: str | None = None) -> Path | None:
@@ -63,8 +66,11 @@ def fetch(path: str, gguf_file: str | None, converted: Path) -> Path:
         folder = _download(path, gguf_file)
     if gguf_file is None:
         return folder
-    if not (converted / "config.json").is_file():
+    marker = converted / ORIGIN_FILE
+    origin = json.dumps({"file": str((folder / gguf_file).resolve()), "bytes": (folder / gguf_file).stat().st_size})
+    if not marker.is_file() or marker.read_text() != origin:
         convert_gguf(folder, gguf_file, converted)
+        marker.write_text(origin)
     return converted
 
 
