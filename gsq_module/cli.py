@@ -8,6 +8,7 @@ import time
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 import transformers
 import yaml
 from jsonargparse.typing import NonNegativeFloat
@@ -268,6 +269,9 @@ def user_errors():
 def main(args: Any = None) -> GSQCLI:
     """Entry point of recipes/run.py."""
     transformers.logging.set_verbosity_warning()
+    # At low temperatures most probabilities are denormal numbers, which cost a CPU many times an ordinary one. Threads
+    # inherit the mode, so it is set before torch starts any.
+    torch.set_flush_denormal(True)
     # One line a fit on limits and devices would be one a unit.
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logging.getLogger(name).setLevel(logging.WARNING)

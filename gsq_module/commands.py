@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,33 +147,22 @@ class Run:
 
     def quantize(self, model: StreamedModel) -> list[UnitResult]:
         """The block loop of the recipe."""
-        shards = self.directory.units(self.recipe.grid)
         samples = Samples.of(self.data.train, self.data.validation, self.data.gptq)
         steps = self.recipe.refinement.epochs * (self.data.train_samples // self.data.batch_size)
-        num_blocks = min(self.recipe.num_blocks or model.num_blocks, model.num_blocks)
-        finished = [shards.load(index, kind) for index in range(num_blocks) for kind in self.recipe.units]
-        self.clock.num_blocks = num_blocks
-        self.progress.begin_run(len(finished), sum(entry is not None for entry in finished))
-        try:
-            return self._loop(model, samples, self.recipe.target, steps, self._tell).run(shards, self._refiner())
-        finally:
-            self.progress.end_run()
+        return self._loop(model, samples, self.recipe.target, steps, self.directory.units(self.recipe.grid))
 
     def quantize_initially(self, model: StreamedModel) -> UnitShards:
         """The same loop without refinement: what the initializer alone comes to."""
-        shards = self.directory.initial_units(self.recipe.grid)
         samples = Samples.of(self.data.train[:0], self.data.validation, self.data.gptq)
-        self._loop(model, samples, "original_unit", 0, on_unit=lambda result: None).run(shards, self._refiner())
+        shards = self.directory.initial_units(self.recipe.grid)
+        self._loop(model, samples, "original_unit", 0, shards)
         return shards
 
-    def _refiner(self) -> UnitRefiner:
-        return UnitRefiner(self.trainer, self.recipe, self.data)
-
     def _loop(
-        self, model: StreamedModel, samples: Samples, target: str, steps: int, on_unit: Callable[[UnitResult], None]
-    ) -> BlockLoop:
+        self, model: StreamedModel, samples: Samples, target: str, steps: int, shards: UnitShards
+    ) -> list[UnitResult]:
         sizes = self.data.microbatch_sizes(self.trainer.world_size)
-        return BlockLoop(
+        loop = BlockLoop(
             recipe=self.recipe,
             model=model,
             samples=samples,
@@ -183,12 +172,25 @@ class Run:
             scratch=self.directory.activations,
             target=target,
             steps=steps,
-            on_unit=on_unit,
+            on_unit=self._log_refined if steps else self._tell,
         )
+        units = [(index, kind) for index in range(loop.num_blocks) for kind in self.recipe.units]
+        finished = sum(shards.result(*unit) is not None for unit in units)
+        self.clock.num_blocks = loop.num_blocks
+        self.progress.begin_run(len(units), finished)
+        try:
+            return loop.run(shards, UnitRefiner(self.trainer, self.recipe, self.data))
+        finally:
+            self.progress.end_run()
 
     def _tell(self, result: UnitResult) -> None:
-        text = f"error {result.initial_error:.4f} -> {result.refined_error:.4f}"
-        self.progress.end_unit(text if result.kept == "refined" else f"{text}, initial codes kept")
+        text = f"error {result.initial_error:.4f}"
+        if result.steps:
+            text += f" -> {result.refined_error:.4f}" if result.kept == "refined" else ", initial codes kept"
+        self.progress.end_unit(text)
+
+    def _log_refined(self, result: UnitResult) -> None:
+        self._tell(result)
         metrics = {
             "unit/block": float(result.block),
             "unit/initial_error": result.initial_error,

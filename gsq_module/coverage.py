@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from gsq_module.module import GSQModule
-from gsq_module.pipeline import find_units
+from gsq_module.pipeline import count_blocks, find_units
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.units import indivisible_linears, is_fused
 
@@ -47,7 +47,7 @@ def check_geometry(model: StreamedModel, recipe: GSQModule) -> list[str]:
             "load it there and save_pretrained(..., save_original_format=False)"
         )
     indivisible: list[str] = []
-    for index in range(_num_blocks(model, recipe)):
+    for index in range(count_blocks(model, recipe)):
         try:
             for unit in find_units(model, index, recipe):
                 indivisible += indivisible_linears(unit, recipe.group_size)
@@ -64,14 +64,10 @@ def check_geometry(model: StreamedModel, recipe: GSQModule) -> list[str]:
     return problems
 
 
-def _num_blocks(model: StreamedModel, recipe: GSQModule) -> int:
-    return min(recipe.num_blocks or model.num_blocks, model.num_blocks)
-
-
 def measure_coverage(model: StreamedModel, recipe: GSQModule) -> Coverage:
     """Sort a model's parameters; weights need not be loaded."""
     coverage = Coverage()
-    for index in range(_num_blocks(model, recipe)):
+    for index in range(count_blocks(model, recipe)):
         for unit in find_units(model, index, recipe):
             for path, linear in unit.linears.items():
                 coverage.quantized.append(unit.full_name(path))
@@ -102,7 +98,7 @@ def _reason(name: str, parameter: nn.Parameter, owner: nn.Module, model: Streame
     if not isinstance(owner, nn.Linear) or not name.endswith(".weight"):
         return "norms, biases and other small tensors"
     index = int(name.removeprefix(f"{model.blocks_path}.").partition(".")[0])
-    if index >= _num_blocks(model, recipe):
+    if index >= count_blocks(model, recipe):
         return "blocks after model.num_blocks"
     unit_prefixes = [f"{unit.name}." for unit in find_units(model, index, recipe)]
     if any(name.startswith(prefix) for prefix in unit_prefixes):

@@ -92,10 +92,14 @@ class BlockLoop:
     steps: int
     on_unit: Callable[[UnitResult], None] = field(default=lambda result: None)
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are quantized."""
+        return count_blocks(self.model, self.recipe)
+
     def run(self, shards: UnitShards, refine: Refine) -> list[UnitResult]:
         """Quantize all blocks of the recipe; units that `shards` holds already are taken from there."""
-        num_blocks = min(self.recipe.num_blocks or self.model.num_blocks, self.model.num_blocks)
-        units = [(index, kind) for index in range(num_blocks) for kind in self.recipe.units]
+        units = [(index, kind) for index in range(self.num_blocks) for kind in self.recipe.units]
         unfinished = [index for index, kind in units if shards.result(index, kind) is None]
         if unfinished:
             # Behind the last of them nobody needs the streams.
@@ -314,6 +318,11 @@ class _BlockStep:
         for path, linear in unit.linears.items():
             linear.weight.copy_(weights[unit.full_name(path)].dequantize())
             linear.weight.grad = None
+
+
+def count_blocks(model: StreamedModel, recipe: GSQModule) -> int:
+    """How many blocks the recipe quantizes."""
+    return min(recipe.num_blocks or model.num_blocks, model.num_blocks)
 
 
 def find_units(model: StreamedModel, index: int, recipe: GSQModule) -> list[Unit]:

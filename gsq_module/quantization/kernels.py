@@ -126,6 +126,21 @@ def _softmax(l0, l1, l2, l3, l4, index, key_0, key_1, logit_factor, inverse_temp
     return p0, p1, p2, p3, p4, position
 
 
+@triton.jit
+def _load_logits(logits, size, offset, mask, K: tl.constexpr):
+    """Up to five levels in float32; those beyond K repeat the first and are never used."""
+    l0 = tl.load(logits + offset, mask=mask, other=0.0).to(tl.float32)
+    l1 = tl.load(logits + size + offset, mask=mask, other=0.0).to(tl.float32)
+    l2, l3, l4 = l0, l0, l0
+    if K > 2:
+        l2 = tl.load(logits + 2 * size + offset, mask=mask, other=0.0).to(tl.float32)
+    if K > 3:
+        l3 = tl.load(logits + 3 * size + offset, mask=mask, other=0.0).to(tl.float32)
+    if K > 4:
+        l4 = tl.load(logits + 4 * size + offset, mask=mask, other=0.0).to(tl.float32)
+    return l0, l1, l2, l3, l4
+
+
 @triton.jit(do_not_specialize=["start", "key_0", "key_1"])
 def _sample_kernel(
     logits, scales, first, weight, num_groups, size, start, key_0, key_1, logit_factor, inverse_temperature,
@@ -136,15 +151,7 @@ def _sample_kernel(
     column = tl.arange(0, PADDED)
     mask = (group[:, None] < num_groups) & (column[None, :] < GROUP)
     offset = group[:, None] * GROUP + column[None, :]
-    l0 = tl.load(logits + offset, mask=mask, other=0.0).to(tl.float32)
-    l1 = tl.load(logits + size + offset, mask=mask, other=0.0).to(tl.float32)
-    l2, l3, l4 = l0, l0, l0
-    if K > 2:
-        l2 = tl.load(logits + 2 * size + offset, mask=mask, other=0.0).to(tl.float32)
-    if K > 3:
-        l3 = tl.load(logits + 3 * size + offset, mask=mask, other=0.0).to(tl.float32)
-    if K > 4:
-        l4 = tl.load(logits + 4 * size + offset, mask=mask, other=0.0).to(tl.float32)
+    l0, l1, l2, l3, l4 = _load_logits(logits, size, offset, mask, K)
     p0, p1, p2, p3, p4, position = _softmax(
         l0, l1, l2, l3, l4, start + offset, key_0, key_1, logit_factor, inverse_temperature, K
     )
@@ -188,15 +195,7 @@ def _update_kernel(
     mask = in_range[:, None] & (column[None, :] < GROUP)
     offset = group[:, None] * GROUP + column[None, :]
     index = start + offset
-    l0 = tl.load(logits + offset, mask=mask, other=0.0).to(tl.float32)
-    l1 = tl.load(logits + size + offset, mask=mask, other=0.0).to(tl.float32)
-    l2, l3, l4 = l0, l0, l0
-    if K > 2:
-        l2 = tl.load(logits + 2 * size + offset, mask=mask, other=0.0).to(tl.float32)
-    if K > 3:
-        l3 = tl.load(logits + 3 * size + offset, mask=mask, other=0.0).to(tl.float32)
-    if K > 4:
-        l4 = tl.load(logits + 4 * size + offset, mask=mask, other=0.0).to(tl.float32)
+    l0, l1, l2, l3, l4 = _load_logits(logits, size, offset, mask, K)
     base = tl.zeros_like(l0) + low
     if WINDOWED:
         base = tl.load(first + offset, mask=mask, other=0).to(tl.float32)
@@ -304,6 +303,7 @@ def update_and_sample(
         group: The optimizer's group: `lr`, `scale_lr`, `weight_decay`, `betas`.
         start: Global flat index of the first element.
     """
+    assert param.grad is not None
     logits, scales = state["logits"], state["scales"]
     shape = _shape(scales, param.shape[1])
     programs = (triton.cdiv(scales.numel(), shape["GROUPS_PER_PROGRAM"]),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,9 @@ class ActivationStore:
         location: `device`, `memory` or `disk`.
         device: The device of `location="device"`.
         file: Path of the memory-mapped file of `location="disk"`; removed by `close`.
+
+    Raises:
+        ValueError: The disk has no room for the file.
     """
 
     def __init__(
@@ -52,9 +56,9 @@ class ActivationStore:
     ) -> None:
         self._file: Path | None = None
         if location == "disk":
-            file.parent.mkdir(parents=True, exist_ok=True)
+            size = math.prod(shape)
+            _reserve(file, size * (torch.finfo(dtype).bits // 8))
             self._file = file
-            size = shape[0] * shape[1] * shape[2]
             self._data = torch.from_file(str(file), shared=True, size=size, dtype=dtype).view(shape)
         else:
             self._data = torch.empty(shape, dtype=dtype, device=device if location == "device" else "cpu")
@@ -87,6 +91,20 @@ class ActivationStore:
         self._data = torch.empty(0, 0, 0)
         if self._file is not None:
             self._file.unlink(missing_ok=True)
+
+
+def _reserve(file: Path, nbytes: int) -> None:
+    """Make a file of a size now: writing to a mapped file on a full disk would kill the process without a word."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(file, "wb") as opened:
+            os.posix_fallocate(opened.fileno(), 0, nbytes)
+    except OSError as error:
+        file.unlink(missing_ok=True)
+        raise ValueError(
+            f"no room for hidden states: {file} needs {nbytes / 2**30:.2f} GiB ({error.strerror}). Free some, start "
+            "again with --run_dir on another disk, or lower data.train_samples or data.seq_len"
+        ) from error
 
 
 class Stores:

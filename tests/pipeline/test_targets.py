@@ -13,9 +13,11 @@ from torch import Tensor
 from toy_models import CPU, family, open_streamed, save, streamed_toy, tokens
 from toy_runs import ONE_BLOCK, run, summary_of
 
+from gsq_module import pipeline
 from gsq_module.memory.stages import StageClock
 from gsq_module.module import GSQModule, UnitProblem
 from gsq_module.pipeline import BlockLoop, Samples
+from gsq_module.quantization.gptq import gptq
 from gsq_module.refinement import Outcome
 from gsq_module.run_directory import UnitShards
 from gsq_module.streaming.activations import UnitSamples
@@ -137,6 +139,33 @@ def test_the_streams_differ_where_they_should(tmp_path):
     torch.testing.assert_close(stream[0].targets, unit[0].targets, rtol=0, atol=1e-5)
     for index in (1, 2, 3):
         assert (stream[index].targets - unit[index].targets).square().mean() > 1e-3
+
+
+def test_hessians_by_other_means(tmp_path, monkeypatch):
+    """Of the GPTQ rows alone, on the quantized stream, the unit itself untouched; one for linears of one input."""
+    used = {}
+
+    def watch(weight, hessian, *arguments):
+        used[len(used)] = hessian
+        return gptq(weight, hessian, *arguments)
+
+    monkeypatch.setattr(pipeline, "gptq", watch)
+    model = family("llama", num_hidden_layers=2)
+    seen, rows = loop_over(open_streamed(save(model, tmp_path / "checkpoint")), tmp_path)
+    names = [name for entry in seen for name in entry.problem.weights]
+    hessians = dict(zip(names, used.values(), strict=True))
+    for entry in seen:
+        unit = list(entry.problem.weights)
+        given = inputs_and_outputs(model, rows[TRAIN + VALIDATION :], *unit)
+        for name in unit:
+            inputs = given[name][0].flatten(0, 1)
+            assert hessians[name].num_tokens == len(inputs) == GPTQ * SEQ_LEN
+            torch.testing.assert_close(hessians[name].matrix, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
+        put(model, entry.problem.initial)
+    block = "model.layers.1"
+    assert hessians[f"{block}.self_attn.q_proj"] is hessians[f"{block}.self_attn.v_proj"]
+    assert hessians[f"{block}.mlp.gate_proj"] is hessians[f"{block}.mlp.up_proj"]
+    assert hessians[f"{block}.mlp.gate_proj"] is not hessians[f"{block}.self_attn.q_proj"]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gemma2", "gemma3"])

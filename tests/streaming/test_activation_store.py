@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 import torch
 from toy_models import CPU
@@ -38,6 +41,23 @@ def test_file_left_by_a_killed_run_is_taken_over(tmp_path):
     file.write_bytes(b"\x7f" * 10_000)
     store = filled("disk", torch.float32, tmp_path)
     assert torch.equal(store.rows([0, 6]), filled("memory", torch.float32, tmp_path).rows([0, 6]))
+
+
+def test_full_disk_is_noticed_before_it_is_written_to(tmp_path, monkeypatch):
+    def full(descriptor, offset, length):
+        assert length == 7 * 5 * 16 * 4
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match=r"store\.bin needs .* GiB \(No space left on device\)"):
+        filled("disk", torch.float32, tmp_path)
+    assert not (tmp_path / "new" / "store.bin").exists()
+
+
+def test_room_is_taken_at_once(tmp_path):
+    """Not when it is written to: then there may be none left."""
+    store = ActivationStore((256, 32, 64), torch.float32, "disk", CPU, tmp_path / "store.bin")
+    assert (tmp_path / "store.bin").stat().st_blocks * 512 >= store.nbytes
 
 
 def test_files_go_at_close(tmp_path):

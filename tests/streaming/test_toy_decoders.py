@@ -96,3 +96,17 @@ def test_scaled_residual_is_refused(tmp_path):
     """`x + 0.5 * unit(x)`: residual and unit's output do not add up to what the block passes on."""
     with pytest.raises(ValueError, match="original_unit"):
         traced(tmp_path, factor=0.5)
+
+
+def test_experts_beside_linears_are_refused(tmp_path):
+    """A shared expert is made of linears, and the others must not stay in float without a word."""
+    streamed, _ = streamed_toy(tmp_path)
+    mlp = streamed.blocks[0].mlp
+    mlp.experts = torch.nn.Module()
+    mlp.experts.gate_up_proj = torch.nn.Parameter(torch.empty(4, 8, 16, device="meta"))
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp .*experts\.gate_up_proj.*Leave 'mlp' out"):
+        find_unit(streamed.blocks[0], "model.layers.0", "mlp", ())
+    # A short convolution is a 3-D weight too, but no stack of matrices.
+    del mlp.experts
+    mlp.conv1d = torch.nn.Conv1d(16, 16, 4, groups=16, device="meta")
+    assert set(find_unit(streamed.blocks[0], "model.layers.0", "mlp", ()).linears) == {"up_proj", "down_proj"}
