@@ -273,6 +273,7 @@ def main(args: Any = None) -> GSQCLI:
     # inherit the mode, so it is set before torch starts any.
     torch.set_flush_denormal(True)
     # One line a fit on limits and devices would be one a unit.
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
+    quiet = ("pytorch.utilities.rank_zero", "pytorch.accelerators.cuda", "fabric.utilities.seed")
+    for name in (f"lightning.{module}" for module in quiet):
         logging.getLogger(name).setLevel(logging.WARNING)
     return GSQCLI(args)
