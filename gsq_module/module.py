@@ -64,7 +64,7 @@ class UnitProblem:
         student: Unit (and post-norm): input `[batch, seq_len, hidden]` -> output to match the target.
         weights: The student's weights to refine, by module path.
         initial: Their initial codes and scales.
-        target_power: Mean square of the training targets; losses are relative to it.
+        target_power: Mean square of the training targets, each token with its weight; losses are relative to it.
         total_steps: Optimizer steps of this fit.
     """
 
@@ -92,6 +92,10 @@ class GSQModule(LightningModule):
         target: What a unit's output is fitted to. `original_stream`: with its residual, the untouched model's hidden
             state there; it also mends errors made earlier, and needs a second store of hidden states. `original_unit`:
             the untouched unit's output on the quantized stream.
+        token_weights: How much each token's error counts. `uniform`; or `inverse_square`: by the inverse mean square of
+            the untouched model's hidden state there, as the next norm sees it. Some models give a few tokens hidden
+            states a thousand times larger than all others (massive activations), and those few decide a uniform sum.
+            Needs `target: original_stream`.
         measure_initial: Also run the initial quantization alone and report its perplexity. Costs one more pass.
         dtype: What blocks are computed in; `auto` is bfloat16 on CUDA, float32 on a CPU.
         store: Where hidden states live: `device`, `memory` (host), `disk` (memory-mapped files in run_dir), or `auto`.
@@ -111,6 +115,7 @@ class GSQModule(LightningModule):
         signed_scales: bool = True,
         damping: PositiveFloat = 0.01,
         target: Literal["original_stream", "original_unit"] = "original_stream",
+        token_weights: Literal["uniform", "inverse_square"] = "uniform",
         measure_initial: bool = True,
         dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto",
         store: Location = "auto",
@@ -119,6 +124,8 @@ class GSQModule(LightningModule):
         super().__init__()
         if not units or len(set(units)) != len(units):
             raise ValueError(f"model.units: {units} must name attention, mlp, or each of them once")
+        if token_weights == "inverse_square" and target != "original_stream":
+            raise ValueError("model.token_weights=inverse_square needs model.target=original_stream")
         self.path = path
         self.gguf_file = gguf_file
         self.bits = bits
@@ -130,6 +137,7 @@ class GSQModule(LightningModule):
         self.signed_scales = signed_scales
         self.damping = damping
         self.target = target
+        self.token_weights = token_weights
         self.measure_initial = measure_initial
         self.compute_dtype = dtype
         self.store = store
@@ -208,19 +216,22 @@ class GSQModule(LightningModule):
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def relative_error(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def relative_error(self, batch: tuple[Tensor, ...]) -> Tensor:
         """Squared error of the student on a batch, relative to the targets' mean square; a float32 scalar.
 
         Args:
-            batch: Inputs and targets `[batch, seq_len, hidden_size]`.
+            batch: Inputs and targets `[batch, seq_len, hidden_size]`; with token weights, those too `[batch, seq_len]`.
         """
-        inputs, targets = batch
+        inputs, targets, *weights = batch
         weight = next(iter(self.problem.weights.values()))
         output = self.problem.student(inputs.to(weight.dtype))
+        if weights:
+            errors = (output.float() - targets.float()).square().mean(-1)
+            return (errors * weights[0]).mean() / self.problem.target_power
         return nn.functional.mse_loss(output.float(), targets.float()) / self.problem.target_power
 
     @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         loss = self.relative_error(batch)
         self.log("train/error", loss.detach(), prog_bar=True)
         return loss
@@ -231,7 +242,7 @@ class GSQModule(LightningModule):
         self.place(self.hard_weights())
 
     @override
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
         self.log("validation/error", self.relative_error(batch), prog_bar=True, batch_size=batch[0].shape[0])
 
     @override
@@ -278,7 +289,7 @@ class GSQModule(LightningModule):
         self.place(weights)
         total, samples = torch.zeros((), dtype=torch.float64, device=device), 0
         for batch in batches:
-            inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
-            total += self.relative_error((inputs, targets)).double() * len(inputs)
-            samples += len(inputs)
+            batch = tuple(tensor.to(device, non_blocking=True) for tensor in batch)
+            total += self.relative_error(batch).double() * len(batch[0])
+            samples += len(batch[0])
         return float(total / samples)

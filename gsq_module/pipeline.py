@@ -210,7 +210,7 @@ class _BlockStep:
     def _quantize_unit(self, unit: Unit, refine: Refine) -> tuple[UnitResult, dict[str, QuantizedWeight]]:
         clock, samples = self.loop.clock, self.loop.samples
         with clock.stage("capture", self.index, unit.kind):
-            power = self._capture(unit)
+            power, token_weights = self._capture(unit)
             hessians = self._gather_hessians(unit) if self.loop.recipe.initializer == "gptq" else {}
         with clock.stage("initialize", self.index, unit.kind):
             starts = {path: self._initialize(unit, path, hessians) for path in unit.linears}
@@ -221,7 +221,7 @@ class _BlockStep:
             student = Branch(unit, self._unit_calls(unit))
             problem = UnitProblem(student, weights, initial, power, self.loop.steps)
             inputs, targets = self.stores["inputs"], self.stores["targets"]
-            train, validation = (UnitSamples(inputs, targets, part) for part in (samples.train, samples.validation))
+            train, validation = (UnitSamples(inputs, targets, part, token_weights) for part in samples.fitted)
             outcome = refine(problem, train, validation)
         result = UnitResult(
             block=self.index,
@@ -239,23 +239,42 @@ class _BlockStep:
         return result, outcome.weights
 
     @torch.no_grad()
-    def _capture(self, unit: Unit) -> float:
-        """Fill the stores of the unit's inputs and targets; return the mean square of the training targets."""
+    def _capture(self, unit: Unit) -> tuple[float, Tensor | None]:
+        """Fill the stores of the unit's inputs and targets.
+
+        Returns:
+            The weighted mean square of the training targets, and the weights of the tokens' errors if they differ.
+        """
         samples = self.loop.samples
         from_stream = self.loop.target == "original_stream"
+        weights = None
+        if from_stream and self.loop.recipe.token_weights == "inverse_square":
+            weights = torch.zeros(self.loop.samples.tokens.shape, device=self.stores["inputs"].device)
         power = torch.zeros((), dtype=torch.float64, device=self.loop.model.device)
         count = 0
         for rows, hidden in self._read("quantized", *samples.fitted):
             caught = catch(self.block, self._call(hidden), hidden, unit, with_branch=not from_stream)
             if from_stream:
                 # In float32: the difference is much smaller than its terms.
-                target = self._goal(unit).read(rows, hidden.device, torch.float32) - caught.residual.float()
+                goal = self._goal(unit).read(rows, hidden.device, torch.float32)
+                target = goal - caught.residual.float()
+                if weights is not None:
+                    weights[rows] = (
+                        goal.square()
+                        .mean(-1)
+                        .clamp_(min=torch.finfo(torch.float32).tiny)
+                        .reciprocal()
+                        .to(weights.device)
+                    )
             else:
                 target = caught.branch  # type: ignore[assignment]
             self.stores["inputs"].write(rows, caught.inputs)
             self.stores["targets"].write(rows, target)
             if rows.start in samples.train or not samples.train:
-                power += target.float().square().mean().double() * len(target)
+                squares = target.float().square().mean(-1)
+                if weights is not None:
+                    squares *= weights[rows].to(squares.device)
+                power += squares.mean().double() * len(target)
                 count += len(target)
         mean = float(power / count)
         if not mean < float("inf"):
@@ -263,7 +282,7 @@ class _BlockStep:
                 f"{unit.name}: its target is not finite (mean square {mean}); "
                 "where the model computes in float16, use --model.dtype bfloat16 or float32"
             )
-        return max(mean, torch.finfo(torch.float32).tiny)
+        return max(mean, torch.finfo(torch.float32).tiny), weights
 
     @torch.no_grad()
     def _gather_hessians(self, unit: Unit) -> dict[str, Hessian]:

@@ -144,10 +144,13 @@ class UnitSamples(Dataset):
         inputs: Store of the unit's inputs.
         targets: Store of the targets of its output.
         rows: Samples that belong to this split.
+        weights: Of each token's error, float32 `[num_samples, seq_len]` where the inputs are; None for all the same.
     """
 
-    def __init__(self, inputs: ActivationStore, targets: ActivationStore, rows: range) -> None:
-        self.inputs, self.targets, self.samples = inputs, targets, rows
+    def __init__(
+        self, inputs: ActivationStore, targets: ActivationStore, rows: range, weights: Tensor | None = None
+    ) -> None:
+        self.inputs, self.targets, self.samples, self.weights = inputs, targets, rows, weights
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -156,13 +159,14 @@ class UnitSamples(Dataset):
     def device(self) -> torch.device:
         return self.inputs.device
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         return self.__getitems__([index])
 
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets `[batch, seq_len, hidden_size]`."""
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        """Inputs and targets `[batch, seq_len, hidden_size]`, and weights `[batch, seq_len]` where tokens differ."""
         rows = [self.samples[index] for index in indices]
-        return self.inputs.rows(rows), self.targets.rows(rows)
+        batch = self.inputs.rows(rows), self.targets.rows(rows)
+        return batch if self.weights is None else (*batch, self.weights[rows])
 
 
 def batches(num_samples: int, batch_size: int) -> Iterator[slice]:

@@ -130,6 +130,50 @@ def test_targets_by_other_means(target, tmp_path):
         put(quantized, entry.problem.initial)
 
 
+def test_token_weights_are_the_inverse_mean_square_of_the_original_stream(tmp_path):
+    """And a unit's relative error is the weighted one, by its definition; uniform weights give another."""
+    model = family("llama", num_hidden_layers=1)
+    rows = tokens(TRAIN + VALIDATION + GPTQ, SEQ_LEN)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[rows[0, 0]] *= 300.0  # one token with a massive state
+    streamed = open_streamed(save(model, tmp_path / "checkpoint"), torch.float64)
+    caught = {}
+
+    def spy(problem: UnitProblem, train: UnitSamples, validation: UnitSamples) -> Outcome:
+        batch = train.__getitems__(list(range(TRAIN)))
+        recipe = GSQModule("unused", group_size=32)
+        recipe.bind(problem, 0)
+        recipe.place(problem.initial)
+        problem.student.calls[TRAIN] = problem.student.calls[BATCH]
+        with torch.no_grad():
+            output = problem.student(batch[0])
+        caught[len(caught)] = (batch, output, problem.target_power, recipe.relative_error(batch))
+        recipe.release()
+        return Outcome(problem.initial, 1.0, None, 0.0, 0, 0.0)
+
+    recipe = GSQModule("unused", group_size=32, units=["mlp"], dtype="float64", token_weights="inverse_square")
+    samples = Samples.of(*rows.split([TRAIN, VALIDATION, GPTQ]))
+    loop = BlockLoop(recipe, streamed, samples, BATCH, {1, BATCH}, StageClock(CPU), tmp_path / "s", recipe.target, 0)
+    loop.run(UnitShards(tmp_path / "units", recipe.grid), spy)
+
+    (_, targets, weights), output, power, error = caught[0]
+    goal = inputs_and_outputs(model.double(), rows, "model.layers.0")["model.layers.0"][1][:TRAIN]
+    expected = 1 / goal.square().mean(-1)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=0)
+    assert expected.max() > 1e3 * expected.min()
+    assert power == pytest.approx(float((targets.square().mean(-1) * expected).mean()), rel=1e-4)
+    by_hand = ((output - targets).square().mean(-1) * expected).mean() / power
+    assert float(error) == pytest.approx(float(by_hand), rel=1e-4)
+    assert float(by_hand) != pytest.approx(
+        float((output - targets).square().mean() / targets.square().mean()), rel=0.05
+    )
+
+
+def test_token_weights_need_the_original_stream():
+    with pytest.raises(ValueError, match="original_stream"):
+        GSQModule("unused", target="original_unit", token_weights="inverse_square")
+
+
 def test_the_streams_differ_where_they_should(tmp_path):
     """Else the two targets above could be one."""
     model = family("llama", num_hidden_layers=2)
