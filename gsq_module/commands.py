@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from callbacks import RunProgress
 from gsq_module.coverage import Coverage, check_geometry, measure_coverage
 from gsq_module.data.module import CalibrationData
+from gsq_module.data.samples import Samples
 from gsq_module.evaluation import streamed_perplexity, whole_model_perplexity
 from gsq_module.export.folder import check_destination
 from gsq_module.export.reader import open_checkpoint
@@ -22,7 +23,7 @@ from gsq_module.export.writer import ExportReport, export_checkpoint
 from gsq_module.memory.stages import StageClock, StageListener
 from gsq_module.memory.statistics import format_bytes
 from gsq_module.module import GSQModule
-from gsq_module.pipeline import BlockLoop, Samples
+from gsq_module.pipeline import BlockLoop
 from gsq_module.refinement import UnitRefiner
 from gsq_module.run_directory import RunDirectory, UnitResult, UnitShards
 from gsq_module.streaming import source

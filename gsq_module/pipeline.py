@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from gsq_module.data.samples import Samples
 from gsq_module.memory.stages import StageClock
 from gsq_module.module import GSQModule, UnitProblem
 from gsq_module.quantization.gptq import GPTQResult, gptq
@@ -19,49 +20,12 @@ from gsq_module.quantization.hessian import Hessian
 from gsq_module.quantization.scales import round_to_nearest
 from gsq_module.refinement import Outcome
 from gsq_module.run_directory import UnitResult, UnitShards
-from gsq_module.streaming.activations import ActivationStore, Stores, UnitSamples, batches, choose_location
+from gsq_module.streaming.activations import ActivationStore, Stores, UnitSamples, choose_location
 from gsq_module.streaming.calls import BlockCall
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.units import Branch, Unit, catch, catch_sums, find_unit, hooks, trace_units
 
 Refine = Callable[[UnitProblem, UnitSamples, UnitSamples], Outcome]
-
-
-@dataclass
-class Samples:
-    """The token rows that go through the blocks, and which of them serve what.
-
-    Attributes:
-        tokens: int64 `[num_samples, seq_len]`: training, validation and GPTQ rows in this order.
-        train: Rows a unit is refined on.
-        validation: Rows it is measured on.
-        gptq: Rows its Hessians are gathered on.
-    """
-
-    tokens: Tensor
-    train: range
-    validation: range
-    gptq: range
-
-    @property
-    def fitted(self) -> tuple[range, range]:
-        """The parts that a unit is fitted to and measured on: those that have targets."""
-        return self.train, self.validation
-
-    @classmethod
-    def of(cls, train: Tensor, validation: Tensor, gptq: Tensor) -> Samples:
-        ends = [len(train), len(train) + len(validation), len(train) + len(validation) + len(gptq)]
-        tokens = torch.cat([train, validation, gptq])
-        return cls(tokens, range(ends[0]), range(ends[0], ends[1]), range(ends[1], ends[2]))
-
-    def batches(self, *parts: range, size: int) -> Iterator[slice]:
-        """Row slices of at most `size` that stay inside one part."""
-        for part in parts or (self.train, self.validation, self.gptq):
-            for rows in batches(len(part), size):
-                yield slice(part.start + rows.start, part.start + rows.stop)
-
-    def batch_sizes(self, size: int) -> set[int]:
-        return {rows.stop - rows.start for rows in self.batches(size=size)}
 
 
 @dataclass

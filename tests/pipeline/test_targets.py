@@ -14,9 +14,10 @@ from toy_models import CPU, family, open_streamed, save, streamed_toy, tokens
 from toy_runs import ONE_BLOCK, run, summary_of
 
 from gsq_module import pipeline
+from gsq_module.data.samples import Samples
 from gsq_module.memory.stages import StageClock
 from gsq_module.module import GSQModule, UnitProblem
-from gsq_module.pipeline import BlockLoop, Samples
+from gsq_module.pipeline import BlockLoop
 from gsq_module.quantization.gptq import gptq
 from gsq_module.refinement import Outcome
 from gsq_module.run_directory import UnitShards
