@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from gsq_module.data.module import CalibrationData
 from gsq_module.module import GSQModule, UnitProblem
 from gsq_module.quantization.grid import QuantizedWeight
+from gsq_module.quantization.training_ops import accumulating_in_place
 from gsq_module.streaming.activations import UnitSamples
 
 
@@ -56,7 +57,8 @@ class UnitRefiner:
             initial_error = module.hard_error(problem.initial, data.val_dataloader(), device)
             if problem.total_steps == 0:
                 return Outcome(problem.initial, initial_error, None, 0.0, 0, time.perf_counter() - began)
-            self._fit(problem.total_steps)
+            with accumulating_in_place(problem.student.modules() if self.trainer.world_size == 1 else ()):
+                self._fit(problem.total_steps)
             refined = module.refined
             refined_error = module.hard_error(refined, data.val_dataloader(), device)
             changed = sum(int((refined[name].codes != start.codes).sum()) for name, start in problem.initial.items())

@@ -1,6 +1,9 @@
 """GPTQ (arXiv 2210.17323): column by column rounding, the error of each passed on to those that follow.
 
-The weights of a group are complete, all earlier errors passed on, when its scale is searched.
+The weights of a group are complete, all earlier errors passed on, when its scale is searched. Rows do not depend on
+each other, given the factor of the inverse Hessian: on CUDA a kernel takes each of them through a block of columns.
+
+Peak memory: three float32 matrices of in_features squared, the Hessian itself among them; then two, and the weight.
 """
 
 from __future__ import annotations
@@ -14,6 +17,11 @@ from torch import Tensor
 from gsq_module.quantization.grid import Grid, QuantizedWeight
 from gsq_module.quantization.hessian import Hessian
 from gsq_module.quantization.scales import round_to_nearest, search_scales
+
+try:
+    from gsq_module.quantization import rounding_kernels
+except ImportError:  # as in optimizer.py
+    rounding_kernels = None  # type: ignore[assignment]
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +76,7 @@ def gptq(
     """
     if not bool(torch.isfinite(weight).all()):
         raise ValueError(f"{hessian.name}: the checkpoint's weight is not finite")
+    hessian.check()
     if hessian.num_tokens == 0:
         return _rounded(weight, grid, group_size, scale_dtype, signed, hessian.name, "no calibration token reached it")
     factor, used_damping = inverse_factor(hessian.matrix, damping)
@@ -84,20 +93,34 @@ def gptq(
         scales[:, group] = search_scales(work[:, begin:end], grid, scale_dtype, signed)
         for left in range(begin, end, MAX_BLOCK):
             right = min(left + MAX_BLOCK, end)
-            errors = _round_block(work[:, left:right], codes[:, left:right], scales[:, group], factor, left, grid)
-            work[:, right:] -= errors @ factor[left:right, right:]
+            errors = round_block(
+                work[:, left:right], codes[:, left:right], scales[:, group], factor[left:right, left:right], grid
+            )
+            work[:, right:].addmm_(errors, factor[left:right, right:], alpha=-1.0)
     return GPTQResult(QuantizedWeight(codes, scales), "gptq", note)
 
 
-def _round_block(work: Tensor, codes: Tensor, scale: Tensor, factor: Tensor, left: int, grid: Grid) -> Tensor:
-    """Round the columns of one block in order; fills `codes`, returns the errors `[out_features, block]`."""
+def round_block(work: Tensor, codes: Tensor, scale: Tensor, factor: Tensor, grid: Grid) -> Tensor:
+    """Round the columns of one block in order.
+
+    Args:
+        work: float32 `[out_features, block]`; used up.
+        codes: int8 `[out_features, block]`; filled.
+        scale: `[out_features]`.
+        factor: `[block, block]`, the block's part of the inverse Hessian's factor.
+
+    Returns:
+        The errors `[out_features, block]`, to be passed on to the columns behind the block.
+    """
+    if rounding_kernels is not None and rounding_kernels.usable(work):
+        return rounding_kernels.round_block(work, codes, scale, factor, grid)
     scale = scale.float()
     errors = torch.empty_like(work)
     for j in range(work.shape[1]):
         column = work[:, j]
         code = grid.nearest(column / scale)
         codes[:, j] = code.to(torch.int8)
-        row = factor[left + j, left + j : left + work.shape[1]]
+        row = factor[j, j:]
         error = (column - code * scale) / row[0]
         errors[:, j] = error
         work[:, j:] -= torch.outer(error, row)
@@ -109,25 +132,33 @@ def inverse_factor(matrix: Tensor, damping: float) -> tuple[Tensor | None, float
 
     Columns that are always zero (dead) get the mean diagonal: they are rounded to nearest and pass no error on.
 
+    With J the reversal of the order of columns and J H J = L L^T, the factor U of H^-1 = U^T U is J L^-1 J: one
+    Cholesky factorization and one triangular inverse, where inverting H and factorizing that takes three such passes
+    and loses more digits. At most two matrices are held beside `matrix`.
+
     Returns:
         The factor `[in_features, in_features]`, or None, and the damping that was used.
     """
-    damped = matrix.clone()
-    diagonal = damped.diagonal()
+    diagonal = matrix.diagonal().clone()
     dead = diagonal == 0
     mean = diagonal[~dead].mean() if bool((~dead).any()) else diagonal.new_tensor(1.0)
     diagonal[dead] = mean
-    original = diagonal.clone()
     for attempt in range(MAX_ATTEMPTS):
         current = damping * 10.0**attempt
-        diagonal.copy_(original + current * mean)
-        lower, info = torch.linalg.cholesky_ex(damped)
-        if int(info) == 0:
-            torch.cholesky_inverse(lower, out=damped)
-            upper, info = torch.linalg.cholesky_ex(damped, upper=True)
-            if int(info) == 0 and bool(torch.isfinite(upper).all()):
-                return upper, current
-            damped.copy_(matrix)
+        lower = matrix.flip(0, 1)
+        lower.diagonal().copy_((diagonal + current * mean).flip(0))
+        # In place: a symmetric matrix is its own transpose, and LAPACK's order is by columns.
+        info = torch.empty((), dtype=torch.int32, device=matrix.device)
+        torch.linalg.cholesky_ex(lower.mT, out=(lower.mT, info))
+        if int(info) != 0:
+            continue
+        inverse = torch.eye(len(matrix), device=matrix.device).mT
+        torch.linalg.solve_triangular(lower.mT, inverse, upper=False, out=inverse)
+        del lower
+        upper = inverse.flip(0, 1)
+        del inverse
+        if bool(torch.isfinite(upper.diagonal()).all()):
+            return upper, current
     return None, current
 
 

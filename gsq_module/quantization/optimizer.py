@@ -117,7 +117,8 @@ class RelaxedLion(torch.optim.Optimizer):
         state["first"] = first
         state["scales"] = start.scales.to(master, copy=True)
         state["scale_momentum"] = torch.zeros_like(state["scales"])
-        self._draw(param, self._group_of(param))
+        state["draw"] = tuple(self._next_draw(state, self._group_of(param)))
+        self.redraw(param)
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
         return next(group for group in self.param_groups if any(p is param for p in group["params"]))
@@ -149,30 +150,27 @@ class RelaxedLion(torch.optim.Optimizer):
                 if param.grad is None:
                     continue
                 assert "logits" in self.state[param], "relax() must give every weight its codes before the first step"
+                state = self.state[param]
+                state["step"] += 1
+                draw = self._next_draw(state, group)
                 if self._is_fused(param):
-                    self._update_fused(param, group)
+                    kernels.update_and_sample(param, state, self.grid, draw, group)
+                    state["draw"] = tuple(draw)  # torch.load reads no other classes by default
                 else:
-                    self._update(param, group)
-                    self._draw(param, group)
+                    self._update(param, group, draw)
+                    state["draw"] = tuple(draw)
+                    self.redraw(param)
         return loss
 
     def _is_fused(self, param: Tensor) -> bool:
         return self.fused and kernels is not None and kernels.usable(param, self.state[param]["logits"])
 
-    def _update_fused(self, param: Tensor, group: dict[str, Any]) -> None:
-        """`_update` and `_draw` in one pass over memory."""
-        state = self.state[param]
-        round_key = noise_key(self.seed, state["name"], state["step"], "round")
-        state["step"] += 1
-        draw = self._next_draw(state, group)
-        kernels.update_and_sample(param, state, self.grid, draw, round_key, group)
-        state["draw"] = tuple(draw)
-
     def _next_draw(self, state: dict[str, Any], group: dict[str, Any]) -> Draw:
         key = noise_key(self.seed, state["name"], state["step"], "gumbel")
         return Draw(key, group["temperature"], group["logit_scale"])
 
-    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, param: Tensor, group: dict[str, Any], next_draw: Draw) -> None:
+        """Lion on logits and scales, with the gradient of the sample at hand."""
         state = self.state[param]
         logits, momentum = state["logits"], state["momentum"]
         k, rows, cols = logits.shape
@@ -194,21 +192,12 @@ class RelaxedLion(torch.optim.Optimizer):
             values.add_(torch.lerp(grad, old, beta_update).sign_(), alpha=-group["lr"])
             momentum[:, chunk] = torch.lerp(grad, old, beta_momentum, out=grad)
             if self.logit_dtype == torch.bfloat16:
-                key = noise_key(self.seed, state["name"], state["step"], "round")
-                bits = random_bits(key, start, values[0].numel(), k, values.device)
-                values = round_to_bfloat16(values, bits.view_as(values))
+                bits = random_bits(next_draw.key, start, values[0].numel(), k, values.device)[-1]
+                values = round_to_bfloat16(values, bits.view_as(values[0]))
             logits[:, chunk] = values
         update = torch.lerp(scale_grad, state["scale_momentum"], beta_update)
         state["scales"].add_(update.sign_(), alpha=-group["scale_lr"])
         state["scale_momentum"].lerp_(scale_grad, 1.0 - beta_momentum)
-        state["step"] += 1
-
-    def _draw(self, param: Tensor, group: dict[str, Any]) -> None:
-        """Draw a new sample with the group's present temperature; the draw is remembered for its gradient."""
-        state = self.state[param]
-        # A plain tuple: torch.load reads nothing else by default.
-        state["draw"] = tuple(self._next_draw(state, group))
-        self.redraw(param)
 
     @torch.no_grad()
     def redraw(self, param: Tensor) -> None:

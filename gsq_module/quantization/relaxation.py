@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gsq_module.quantization.grid import Grid
-from gsq_module.quantization.noise import gumbel, normal, random_bits
+from gsq_module.quantization.noise import exponential_shares, normal, random_bits
 
 MAX_TEMPORARY_BYTES = 64 << 20
 """No temporary of this module is larger."""
@@ -27,7 +27,11 @@ CPU_CHUNK_ELEMENTS = 1 << 17
 
 
 class Draw(NamedTuple):
-    """What one Gumbel-softmax sample was drawn with; regenerates it exactly."""
+    """What one Gumbel-softmax sample was drawn with; regenerates it exactly.
+
+    Of the key's streams of random bits the first K - 1 make the sample of K candidates. Stream K - 1 rounds the logits
+    of the step before, so that a step needs one hash less.
+    """
 
     key: tuple[int, int]
     temperature: float
@@ -79,8 +83,9 @@ def probabilities(logits: Tensor, draw: Draw, start: int) -> Tensor:
         `[K, R, C]`.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    bits = random_bits(draw.key, start, logits[0].numel(), logits.shape[0], logits.device)
-    z = gumbel(bits, dtype).view(logits.shape).mul_(1.0 / draw.temperature)
+    bits = random_bits(draw.key, start, logits[0].numel(), logits.shape[0] - 1, logits.device)
+    # Gumbel noise but for a summand that all candidates share
+    z = exponential_shares(bits, dtype).log_().view(logits.shape).mul_(-1.0 / draw.temperature)
     z.add_(logits.to(dtype), alpha=draw.logit_scale / draw.temperature)
     # Spelt out: torch.softmax rounds differently where a chunk or a thread's share of it ends, and the result would
     # depend on the chunk size and on the number of CPU threads.

@@ -7,6 +7,11 @@ from torch import Tensor
 
 from gsq_module.quantization.grid import Grid, QuantizedWeight
 
+try:
+    from gsq_module.quantization import rounding_kernels
+except ImportError:  # as in optimizer.py
+    rounding_kernels = None  # type: ignore[assignment]
+
 SMALLEST_SHRINK = 0.2
 COARSE_STEPS = 17
 FINE_STEPS = 6
@@ -27,9 +32,15 @@ def search_scales(weight: Tensor, grid: Grid, scale_dtype: torch.dtype, signed: 
     Returns:
         `[...]` in `scale_dtype`; finite and never zero.
     """
+    signs = (1.0, -1.0) if signed and grid.is_lopsided else (1.0,)
+    if rounding_kernels is not None and rounding_kernels.usable(weight):
+        steps = COARSE_STEPS, FINE_STEPS
+        return rounding_kernels.search_scales(
+            weight, grid, scale_dtype, len(signs), steps, SMALLEST_SHRINK, _smallest_full_range(scale_dtype)
+        )
     best_error = torch.full(weight.shape[:-1], float("inf"), device=weight.device)
     best_scale = torch.ones_like(best_error)
-    for sign in (1.0, -1.0) if signed and grid.is_lopsided else (1.0,):
+    for sign in signs:
         error, scale = _search_one_sign(weight, grid, scale_dtype, sign)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
@@ -51,7 +62,7 @@ def _search_one_sign(weight: Tensor, grid: Grid, scale_dtype: torch.dtype, sign:
         best_error = torch.where(better, error, best_error)
         best_scale = torch.where(better, scale, best_scale)
 
-    floor = torch.finfo(scale_dtype).tiny / SMALLEST_SHRINK * 2
+    floor = _smallest_full_range(scale_dtype)
     reach_up, reach_down = (grid.high, -grid.low) if sign > 0 else (-grid.low, grid.high)
     full = torch.maximum(weight.amax(-1) / reach_up, -weight.amin(-1) / reach_down).clamp_(min=floor).mul_(sign)
     spacing = (1.0 - SMALLEST_SHRINK) / (COARSE_STEPS - 1)
@@ -65,6 +76,11 @@ def _search_one_sign(weight: Tensor, grid: Grid, scale_dtype: torch.dtype, sign:
     # Not a number where all codes are zero, tiny where all weights are.
     attempt(torch.where(fitted.abs() > floor * SMALLEST_SHRINK, fitted, best_scale))
     return best_error, best_scale
+
+
+def _smallest_full_range(scale_dtype: torch.dtype) -> float:
+    """What the scale that covers the whole range is at least, so that no shrunk one is denormal."""
+    return torch.finfo(scale_dtype).tiny / SMALLEST_SHRINK * 2
 
 
 def round_to_nearest(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gsq_module.quantization.grid import GRIDS, Grid, QuantizedWeight
 from gsq_module.quantization.hessian import Hessian
-from gsq_module.quantization.noise import gumbel, random_bits
+from gsq_module.quantization.noise import exponential_shares, random_bits
 
 ALL_GRIDS = pytest.mark.parametrize("grid", GRIDS.values(), ids=lambda grid: grid.name)
 
@@ -41,7 +41,8 @@ def relaxed_weight(
     logits: Tensor, scales: Tensor, values: Tensor, key: tuple[int, int], temperature: float, logit_scale: float
 ) -> Tensor:
     """The relaxation as autograd sees it: differentiable in logits `[K, rows, cols]` and scales `[rows, groups]`."""
-    noise = gumbel(random_bits(key, 0, logits[0].numel(), len(logits), "cpu"), torch.float64).view(logits.shape)
+    bits = random_bits(key, 0, logits[0].numel(), len(logits) - 1, "cpu")
+    noise = -exponential_shares(bits, torch.float64).log().view(logits.shape)
     p = torch.softmax((logit_scale * logits + noise) / temperature, dim=0)
     return scales.repeat_interleave(logits.shape[2] // scales.shape[1], dim=1) * (values * p).sum(0)
 

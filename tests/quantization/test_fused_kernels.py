@@ -70,7 +70,9 @@ def check_agreement(device: str, steps: int = 5) -> None:
             assert same.float().mean() > floor, (bits, logit_dtype, same.float().mean())
             assert torch.isclose(first["scales"], second["scales"], rtol=1e-4, atol=1e-6).float().mean() > 0.99
             codes = [o.harden(p, torch.bfloat16).codes for o, p in ((fused, a), (eager, b))]
-            assert torch.equal(codes[0], codes[1])
+            equal = (codes[0] == codes[1]).float().mean()
+            # A bfloat16 momentum may be rounded the other way, and with it the sign of an update.
+            assert equal == 1 if logit_dtype == torch.float32 else equal > 0.99, (bits, logit_dtype, equal)
 
 
 def test_kernels_agree_in_the_interpreter():

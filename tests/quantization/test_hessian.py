@@ -54,8 +54,11 @@ def test_one_bad_activation_names_linear_and_batch(value: float, dtype: torch.dt
     hessian.add(inputs)
     hessian.add(inputs)
     inputs[17, 3] = value
+    hessian.check()
+    hessian.add(inputs)
+    hessian.add(inputs)
     with pytest.raises(ValueError, match=rf"{NAME}: calibration batch 2 .*not finite.*calibration data") as caught:
-        hessian.add(inputs)
+        hessian.check()
     assert "bfloat16" not in str(caught.value), "that would not help here"
 
 
@@ -63,14 +66,14 @@ def test_float16_that_overflowed_is_advised_bfloat16() -> None:
     inputs = (correlated_inputs(30, 24) * 65504).half()
     assert torch.isinf(inputs).any()
     with pytest.raises(ValueError, match=rf"{NAME}: calibration batch 0 .*65504.*--model.dtype bfloat16"):
-        Hessian(NAME, 24, "cpu").add(inputs)
+        hessian_of(inputs, NAME).check()
 
 
 def test_squares_beyond_float32_are_named_too() -> None:
     inputs = correlated_inputs(30, 24).to(torch.bfloat16)
     inputs[4, 2] = 2.0**80
     with pytest.raises(ValueError, match=rf"{NAME}: calibration batch 0 .*1.21e\+24.*overflow float32"):
-        Hessian(NAME, 24, "cpu").add(inputs)
+        hessian_of(inputs, NAME).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -9,27 +9,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from gsq_module.quantization.noise import gumbel, noise_key, normal, random_bits, round_to_bfloat16, uniform
+from gsq_module.quantization.noise import (
+    exponential_shares,
+    noise_key,
+    normal,
+    random_bits,
+    round_to_bfloat16,
+    uniform,
+)
 
 WORD = 0xFFFFFFFF
 
 
-def plain_mix(x: int) -> int:
+def plain_mix(x: int, second_key: int = 0) -> int:
     x ^= x >> 16
     x = x * 0x7FEB352D & WORD
-    x ^= x >> 15
+    x ^= x >> 15 ^ second_key
     x = x * 0x846CA68B & WORD
     return x ^ x >> 16
 
 
-def plain_bits(key: tuple[int, int], index: int, num_levels: int) -> list[int]:
-    word = plain_mix((index & WORD) ^ key[0])
-    word = plain_mix(word + key[1] + (index >> 32) * 0x9E3779B9 & WORD)
+def plain_bits(key: tuple[int, int], index: int, num_streams: int) -> list[int]:
+    word = plain_mix((index & WORD) ^ key[0], key[1] + (index >> 32) * 0x9E3779B9 & WORD)
     bits: list[int] = []
-    while len(bits) < num_levels:
+    while len(bits) < num_streams:
         bits += [word & 0xFFFF, word >> 16]
         word = plain_mix(word + 0x9E3779B9 & WORD)
-    return bits[:num_levels]
+    return bits[:num_streams]
 
 
 KEY = noise_key(17, "model.layers.3.mlp.down_proj", 250, "gumbel")
@@ -45,14 +51,14 @@ def test_keys_are_golden() -> None:
 @pytest.mark.parametrize(
     ("index", "bits"),
     [
-        (0, [62005, 41598, 3961, 32638, 24295]),
-        (1, [16527, 32468, 65441, 10888, 34618]),
-        (89128959, [62684, 46418, 35242, 54721, 56374]),
-        (2**31, [13922, 36101, 6385, 9390, 53312]),
-        (2**32 - 1, [26826, 27164, 42545, 63327, 3075]),
-        (2**32, [2809, 4013, 37569, 4451, 54722]),
-        (2**32 + 89128959, [45671, 11007, 35873, 30076, 19816]),
-        (3 * 2**32 + 2**31 + 5, [21614, 9720, 11947, 30963, 48605]),
+        (0, [61193, 48589, 60181, 7908, 61660]),
+        (1, [37063, 18365, 3947, 35106, 8912]),
+        (89128959, [48799, 45636, 14172, 54769, 32000]),
+        (2**31, [62766, 12411, 35301, 19538, 62358]),
+        (2**32 - 1, [62762, 40756, 11799, 3262, 22641]),
+        (2**32, [4337, 32438, 31644, 13879, 24563]),
+        (2**32 + 89128959, [64912, 33352, 38968, 31841, 47716]),
+        (3 * 2**32 + 2**31 + 5, [12994, 52149, 25069, 19753, 39283]),
     ],
 )
 def test_bits_are_golden(index: int, bits: list[int]) -> None:
@@ -69,9 +75,9 @@ def test_bits_are_those_of_the_statement_in_integers(start: int, key: tuple[int,
     assert bits.T.tolist() == [plain_bits(key, start + offset, 5) for offset in range(40)]
 
 
-@pytest.mark.parametrize("num_levels", [1, 2, 3, 4])
-def test_fewer_levels_are_the_first_of_more(num_levels: int) -> None:
-    assert torch.equal(random_bits(KEY, 9, 100, num_levels, "cpu"), random_bits(KEY, 9, 100, 5, "cpu")[:num_levels])
+@pytest.mark.parametrize("num_streams", [1, 2, 3, 4])
+def test_fewer_streams_are_the_first_of_more(num_streams: int) -> None:
+    assert torch.equal(random_bits(KEY, 9, 100, num_streams, "cpu"), random_bits(KEY, 9, 100, 5, "cpu")[:num_streams])
 
 
 @pytest.mark.parametrize("start", [0, 2**31 - 500, 2**32 - 500])
@@ -103,9 +109,9 @@ COUNT = 1 << 19
 
 
 def streams() -> dict[str, Tensor]:
-    """Streams that a refinement uses side by side, each of `COUNT` 16-bit values."""
+    """Values that a refinement uses side by side, `COUNT` of 16 bits of each kind."""
     now = random_bits(noise_key(0, "w", 7, "gumbel"), 0, COUNT + 4096, 5, "cpu")
-    found = {f"level {level}": now[level, :COUNT] for level in range(5)}
+    found = {f"stream {stream}": now[stream, :COUNT] for stream in range(5)}
     found |= {f"{lag} elements on": now[0, lag : lag + COUNT] for lag in (1, 2, 64, 4096)}
     for name, key in {
         "next step": noise_key(0, "w", 8, "gumbel"),
@@ -138,7 +144,7 @@ def test_streams_are_independent_in_pairs() -> None:
     correlation = torch.corrcoef(table).fill_diagonal_(0)
     worst = int(correlation.abs().argmax())
     assert correlation.abs().max() < 5.5 / math.sqrt(COUNT), (names[worst // len(names)], names[worst % len(names)])
-    base = all_streams["level 0"]
+    base = all_streams["stream 0"]
     for name in names[1:]:
         joint = torch.bincount((base >> 12) * 16 + (all_streams[name] >> 12), minlength=256).double()
         assert abs(chi_square(joint)) < 6, name
@@ -151,26 +157,47 @@ def test_uniform_variates_are_the_middles_of_the_intervals() -> None:
     assert values.tolist() == [0.5 / 65536, 1.5 / 65536, 65535.5 / 65536]
 
 
+@pytest.mark.parametrize("candidates", [2, 3, 4, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gumbel_and_normal_have_their_moments(dtype: torch.dtype) -> None:
-    bits = random_bits(KEY, 0, 1 << 20, 1, "cpu")
-    noise = gumbel(bits, dtype)
-    assert noise.dtype == dtype
-    assert torch.isfinite(noise).all()
-    assert noise.mean() == pytest.approx(0.577216, abs=0.006)
-    assert noise.var() == pytest.approx(math.pi**2 / 6, abs=0.02)
-    assert (noise < 0).double().mean() == pytest.approx(math.exp(-1), abs=0.003)
-    noise = normal(bits, dtype)
+def test_shares_are_those_of_exponential_variates(candidates: int, dtype: torch.dtype) -> None:
+    """Each share has the distribution Beta(1, K - 1), any two are correlated by -1 / (K - 1), and all add up to 1."""
+    shares = exponential_shares(random_bits(KEY, 0, 1 << 18, candidates - 1, "cpu"), dtype)
+    assert shares.dtype == dtype
+    assert shares.shape == (candidates, 1 << 18)
+    assert shares.min() >= 16 * 2.0**-23
+    assert torch.equal(shares.double().sum(0), torch.ones(1 << 18, dtype=torch.float64))
+    for share in shares.double():
+        for at in (0.02, 0.1, 0.3, 0.6):
+            assert (share > at).double().mean() == pytest.approx((1 - at) ** (candidates - 1), abs=0.005)
+    correlation = torch.corrcoef(shares.double()) - torch.eye(candidates)
+    expected = (torch.eye(candidates) - 1).double() / (candidates - 1)
+    torch.testing.assert_close(correlation.double(), expected, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("candidates", [2, 3, 4, 5])
+def test_a_candidate_wins_with_its_softmax_probability(candidates: int) -> None:
+    """argmax(logit - log share) is softmax(logit), as with Gumbel noise: what the relaxation rests on."""
+    logits = torch.linspace(-0.7, 0.9, candidates, dtype=torch.float64)
+    noise = -exponential_shares(random_bits(KEY, 0, 1 << 18, candidates - 1, "cpu"), torch.float64).log()
+    winners = torch.bincount((logits.unsqueeze(1) + noise).argmax(0), minlength=candidates) / (1 << 18)
+    torch.testing.assert_close(winners.double(), logits.softmax(0), rtol=0, atol=0.005)
+
+
+def test_normal_variates_have_their_moments() -> None:
+    noise = normal(random_bits(KEY, 0, 1 << 20, 1, "cpu"), torch.float64)
     assert torch.isfinite(noise).all()
     assert noise.mean() == pytest.approx(0, abs=0.006)
     assert noise.var() == pytest.approx(1, abs=0.01)
     assert noise.pow(4).mean() == pytest.approx(3, abs=0.06)
+    assert normal(torch.tensor([0, 65535], dtype=torch.int32), torch.float32).abs().max() < 5
 
 
-def test_the_extreme_bits_give_finite_variates() -> None:
-    ends = torch.tensor([0, 65535], dtype=torch.int32)
-    assert gumbel(ends, torch.float32).tolist() == pytest.approx([-2.467, 11.783], abs=1e-3)
-    assert normal(ends, torch.float32).abs().max() < 5
+@pytest.mark.parametrize("candidates", [2, 3, 4, 5])
+@pytest.mark.parametrize("bits", [0, 65535, 30000])
+def test_points_that_coincide_leave_a_gap(candidates: int, bits: int) -> None:
+    shares = exponential_shares(torch.full((candidates - 1, 1), bits, dtype=torch.int32), torch.float32)
+    assert (shares > 0).all()
+    assert shares.sum() == 1
 
 
 @pytest.mark.parametrize("value", [1.0, 0.0301, -0.0301, 1.9999999, -1.9999999, 3.0e-39, 1e-6, -123.456])
