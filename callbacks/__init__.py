@@ -2,6 +2,7 @@
 
 from callbacks.allocator_stats import AllocatorStats
 from callbacks.empty_cache import EmptyCache
+from callbacks.oom_report import OOMReport
 from callbacks.progress import RunProgress
 
-__all__ = ["AllocatorStats", "EmptyCache", "RunProgress"]
+__all__ = ["AllocatorStats", "EmptyCache", "OOMReport", "RunProgress"]

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
+from callbacks.allocator_stats import log_now
 from gsq_module.memory.stages import Stage, StageListener
 from gsq_module.memory.statistics import GIB, DeviceMemory
 
@@ -24,9 +25,9 @@ class EmptyCache(Callback, StageListener):
 
     **Logged Metrics**
 
-    Logged at optimizer steps at which it acted (Lightning repeats the last value until the epoch ends):
+    Logged by rank zero each time it acted, from the first fit on; the step is `trainer.global_step`:
 
-    - ``empty_cache/calls`` -- calls so far in this run, those at the end of stages included
+    - ``empty_cache/calls`` -- calls so far in this process, those before the first fit included
     - ``empty_cache/freed_gib`` -- GiB they gave back to the device, summed
 
     Args:
@@ -54,6 +55,11 @@ class EmptyCache(Callback, StageListener):
         self.calls = 0
         self.freed_bytes = 0
         self._last_step = 0
+        self._trainer: Trainer | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._trainer = trainer
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -69,13 +75,17 @@ class EmptyCache(Callback, StageListener):
         self._last_step = trainer.global_step
         if self._is_due(device):
             self._release(device)
-            pl_module.log("empty_cache/calls", float(self.calls), batch_size=1)
-            pl_module.log("empty_cache/freed_gib", self.freed_bytes / GIB, batch_size=1)
+            log_now(trainer, self._metrics())
 
     @override
     def on_stage_end(self, stage: Stage, seconds: float, memory: DeviceMemory | None) -> None:
         if stage.device.type == "cuda" and not stage.failed:
             self._release(stage.device)
+            if self._trainer is not None:
+                log_now(self._trainer, self._metrics(), save=True)
+
+    def _metrics(self) -> dict[str, float]:
+        return {"empty_cache/calls": float(self.calls), "empty_cache/freed_gib": self.freed_bytes / GIB}
 
     def _is_due(self, device: torch.device) -> bool:
         if self.every_n_steps and self._last_step % self.every_n_steps == 0:

@@ -1,35 +1,53 @@
-"""The command line: LightningCLI with the subcommands fit, export and evaluate."""
+"""The command line: LightningCLI with the subcommands fit, export and evaluate; doctor beside it."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
+import traceback
+from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 import transformers
 import yaml
+from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeFloat
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from rich import get_console
 from typing_extensions import override
 
 import gsq_module
-from callbacks import RunProgress
-from gsq_module import commands
+from callbacks import OOMReport, RunProgress
+from gsq_module import commands, forecasts
 from gsq_module.data.module import CalibrationData
+from gsq_module.memory.allocator import apply_policy
+from gsq_module.memory.doctor import diagnose, render
+from gsq_module.memory.oom import exit_code_of
 from gsq_module.module import GSQModule
 from gsq_module.run_directory import RunDirectory
 
 USER_ERROR = 2
 """Exit status of what a user can mend, as jsonargparse's own."""
 
-FREE_FIELDS = ("data.evaluation", "data.microbatch_size", "data.pin_memory", "model.measure_initial", "model.store")
+FREE_FIELDS = (
+    "data.evaluation",
+    "data.forward_batch_size",
+    "data.microbatch_size",
+    "data.pin_memory",
+    "model.measure_initial",
+    "model.store",
+    "model.targets",
+)
 """Fields of `model` and `data` that may change when a run is resumed: they do not shape the result."""
+
+RUN_DIR = "runs/gsq"
 
 USAGE = "python recipes/run.py {} --config RECIPE [--KEY VALUE ...]"
 """Lightning's own lists every key, which would push an error's text far down."""
@@ -76,6 +94,25 @@ class RecipeTrainer(Trainer):
         """
         raise NotImplementedError("GSQCLI.evaluate does this")
 
+    def plan(
+        self, model: GSQModule, datamodule: CalibrationData, memory: str | None = None, json: str | None = None
+    ) -> None:
+        """Predict the memory of every stage from config.json alone, and say whether the run fits.
+
+        Args:
+            memory: Free memory of the device to plan for, such as 12GiB (default: what this machine's GPU has free).
+            json: Also write the plan to this file.
+        """
+        raise NotImplementedError("GSQCLI.plan does this")
+
+    def rehearse(self, model: GSQModule, datamodule: CalibrationData, json: str | None = None) -> None:
+        """Run one block of each kind with made-up weights through every stage: measured memory beside the plan, time.
+
+        Args:
+            json: Also write the result to this file.
+        """
+        raise NotImplementedError("GSQCLI.rehearse does this")
+
 
 class RecipeParser(LightningArgumentParser):
     """Lightning's parser, with a word more on a recipe that is empty."""
@@ -113,7 +150,8 @@ class GSQCLI(LightningCLI):
             auto_configure_optimizers=False,
             parser_class=RecipeParser,
             parser_kwargs={
-                "description": "Quantize large language models to 1-4 bits with GSQ.",
+                "description": "Quantize large language models to 1-4 bits with GSQ. `run.py doctor` needs no recipe: "
+                "it shows what is installed, what the GPUs have free, and what is likely to go wrong.",
                 **{name: {"usage": USAGE.format(name)} for name in self.subcommands()},
             },
             args=args,
@@ -127,12 +165,14 @@ class GSQCLI(LightningCLI):
             "fit": {*both, "train_dataloaders", "val_dataloaders", "ckpt_path", "weights_only"},
             "export": both,
             "evaluate": both,
+            "plan": both,
+            "rehearse": both,
         }
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
-            "--run_dir", type=str, default="runs/gsq", help="Folder of the run; the same command resumes what is in it."
+            "--run_dir", type=str, default=RUN_DIR, help="Folder of the run; the same command resumes what is in it."
         )
         parser.add_argument(
             "--export_dir",
@@ -146,6 +186,12 @@ class GSQCLI(LightningCLI):
             default=4.0,
             help="After a fit the export is also loaded whole with plain transformers and measured, where its dense "
             "weights take at most this many GiB.",
+        )
+        parser.add_argument(
+            "--check_memory",
+            type=bool,
+            default=True,
+            help="Refuse a fit or a rehearsal whose planned memory is more than the GPU has free.",
         )
 
     @override
@@ -188,11 +234,15 @@ class GSQCLI(LightningCLI):
             # Lightning refuses the key beside a progress bar; the run tells its progress to one even if it is silent.
             progress.disable()
             section["enable_progress_bar"] = None
+        if not any(isinstance(callback, OOMReport) for callback in callbacks):
+            callbacks.append(OOMReport())  # behind the progress bar, which gives the terminal back first
         section["callbacks"] = callbacks
         return super().instantiate_trainer(**kwargs)
 
     def _loggers(self, configured: Logger | list[Logger] | bool | None) -> list[Logger]:
-        """CSV always; what the recipe names beside it."""
+        """CSV always; what the recipe names beside it. Plans and rehearsals are no runs."""
+        if self.subcommand in ("plan", "rehearse"):
+            return []
         others = configured if isinstance(configured, list) else [configured] if isinstance(configured, Logger) else []
         return [CSVLogger(self._run_dir, name="metrics"), *others]
 
@@ -207,10 +257,12 @@ class GSQCLI(LightningCLI):
         with user_errors():
             run = self._run(model, datamodule)
             run.directory.prepare(self._resolved_config(), self._fingerprint())
+            forecasts.check_memory(run, self._get(self.config, "check_memory"))
             run.start_loggers()
             opened = run.open_model()
             datamodule.tokenize(run.tokenizer(opened.checkpoint.directory))
-        self.summary = commands.fit(run, opened, self.began)
+        with run.report.watching():
+            self.summary = commands.fit(run, opened, self.began)
 
     def export(self, model: GSQModule, datamodule: CalibrationData) -> None:
         """Write the units of a finished run as a checkpoint again."""
@@ -218,7 +270,8 @@ class GSQCLI(LightningCLI):
             run = self._run(model, datamodule)
             # With other settings the codes would be read wrongly without a word: as another number of bits, say.
             run.directory.check(self._fingerprint())
-            commands.export(run)
+            with run.report.watching():
+                commands.export(run)
 
     def evaluate(
         self, model: GSQModule, datamodule: CalibrationData, checkpoint: str | None, whole_model: bool
@@ -226,7 +279,21 @@ class GSQCLI(LightningCLI):
         """Measure a checkpoint."""
         with user_errors():
             run = self._run(model, datamodule)
-            self.perplexity = commands.evaluate(run, checkpoint, whole_model)
+            with run.report.watching():
+                self.perplexity = commands.evaluate(run, checkpoint, whole_model)
+
+    def plan(self, model: GSQModule, datamodule: CalibrationData, memory: str | None, json: str | None) -> None:
+        """Predict."""
+        with user_errors():
+            self.memory_plan = forecasts.plan(self._run(model, datamodule), memory, json)
+
+    def rehearse(self, model: GSQModule, datamodule: CalibrationData, json: str | None) -> None:
+        """Run one block of each kind."""
+        with user_errors():
+            run = self._run(model, datamodule)
+            forecasts.check_memory(run, self._get(self.config, "check_memory"))
+            with run.report.watching():
+                self.rehearsed = forecasts.rehearse(run, json)
 
     def _run(self, model: GSQModule, datamodule: CalibrationData) -> commands.Run:
         model.seed = int(self._get(self.config, "seed_everything"))
@@ -266,8 +333,31 @@ def user_errors():
         raise SystemExit(USER_ERROR) from error
 
 
-def main(args: Any = None) -> GSQCLI:
-    """Entry point of recipes/run.py."""
+def doctor(args: Sequence[str]) -> None:
+    """`run.py doctor`: no subcommand of LightningCLI, for those need a recipe."""
+    parser = ArgumentParser(
+        prog="run.py doctor",
+        description="Show versions, GPUs, memory, allocator setting and disk, and warn of what is likely to go wrong.",
+    )
+    parser.add_argument("--run_dir", type=str, default=RUN_DIR, help="Folder of the run, for the space on its disk.")
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of a table; sizes are in bytes.")
+    options = parser.parse_args(args)
+    report = diagnose(options.run_dir)
+    if options.json:
+        print(json.dumps(report, indent=2))
+        return
+    get_console().print(render(report))
+    for warning in report["warnings"]:
+        print(f"warning: {warning}")
+
+
+def main(args: Any = None) -> GSQCLI | None:
+    """Entry point of recipes/run.py. `doctor` returns nothing."""
+    apply_policy()  # before anything can start CUDA, which reads the setting only then
+    words = sys.argv[1:] if args is None else args
+    if isinstance(words, list) and words[:1] == ["doctor"]:
+        doctor(words[1:])
+        return None
     transformers.logging.set_verbosity_warning()
     # At low temperatures most probabilities are denormal numbers, which cost a CPU many times an ordinary one. Threads
     # inherit the mode, so it is set before torch starts any.
@@ -276,4 +366,11 @@ def main(args: Any = None) -> GSQCLI:
     quiet = ("pytorch.utilities.rank_zero", "pytorch.accelerators.cuda", "fabric.utilities.seed")
     for name in (f"lightning.{module}" for module in quiet):
         logging.getLogger(name).setLevel(logging.WARNING)
-    return GSQCLI(args)
+    try:
+        return GSQCLI(args)
+    except Exception as error:
+        code = exit_code_of(error)
+        if code == 1:
+            raise
+        traceback.print_exception(error)
+        raise SystemExit(code) from error

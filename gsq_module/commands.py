@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from callbacks import RunProgress
+from callbacks import AllocatorStats, OOMReport, RunProgress
 from gsq_module.coverage import Coverage, check_geometry, measure_coverage
 from gsq_module.data.module import CalibrationData
 from gsq_module.data.samples import Samples
@@ -20,6 +20,7 @@ from gsq_module.evaluation import streamed_perplexity, whole_model_perplexity
 from gsq_module.export.folder import check_destination
 from gsq_module.export.reader import open_checkpoint
 from gsq_module.export.writer import ExportReport, export_checkpoint
+from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.stages import StageClock, StageListener
 from gsq_module.memory.statistics import format_bytes
 from gsq_module.module import GSQModule
@@ -62,6 +63,14 @@ class Run:
         listeners = [callback for callback in self.trainer.callbacks if isinstance(callback, StageListener)]  # type: ignore[attr-defined]
         self.clock = StageClock(self.device, listeners)
         self.progress = next(callback for callback in self.trainer.callbacks if isinstance(callback, RunProgress))  # type: ignore[attr-defined]
+        self.report = next(callback for callback in self.trainer.callbacks if isinstance(callback, OOMReport))  # type: ignore[attr-defined]
+        self.report.attach(self.trainer, self.directory.path / "oom_reports")
+
+    def follow(self, plan: MemoryPlan) -> None:
+        """Let every callback that compares or reports know the memory plan."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, (AllocatorStats, OOMReport)):
+                callback.plan = plan
 
     # --- checks ------------------------------------------------------------------------------------------------------
 
@@ -162,18 +171,18 @@ class Run:
     def _loop(
         self, model: StreamedModel, samples: Samples, target: str, steps: int, shards: UnitShards
     ) -> list[UnitResult]:
-        sizes = self.data.microbatch_sizes(self.trainer.world_size)
         loop = BlockLoop(
             recipe=self.recipe,
             model=model,
             samples=samples,
-            batch_size=max(sizes),
-            loader_sizes=sizes,
+            batch_size=self.data.sequences_at_once(self.data.seq_len),
+            loader_sizes=self.data.microbatch_sizes(self.trainer.world_size),
             clock=self.clock,
             scratch=self.directory.activations,
             target=target,
             steps=steps,
             on_unit=self._log_refined if steps else self._tell,
+            pin_memory=self.data.pin_memory,
         )
         units = [(index, kind) for index in range(loop.num_blocks) for kind in self.recipe.units]
         finished = sum(shards.result(*unit) is not None for unit in units)
@@ -223,9 +232,13 @@ class Run:
 
     def perplexity(self, model: StreamedModel, weights: Mapping[str, Any] | None = None) -> dict[str, float]:
         with self.clock.stage("evaluate"):
-            batch_size = self.data.microbatch_size or self.data.batch_size
             return streamed_perplexity(
-                model, self.data.evaluation_tokens, batch_size, self.directory.activations, weights
+                model,
+                self.data.evaluation_tokens,
+                self.data.sequences_at_once(self.data.evaluation_seq_len),
+                self.directory.activations,
+                weights,
+                self.data.pin_memory,
             )
 
     def reloaded_perplexity(self) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,8 +11,9 @@ import torchmetrics.text
 from torch import Tensor
 
 from gsq_module.quantization.grid import QuantizedWeight
-from gsq_module.streaming.activations import ActivationStore, batches, choose_location
+from gsq_module.streaming.activations import ActivationStore, batches, choose_location, free_device_bytes
 from gsq_module.streaming.model import StreamedModel
+from gsq_module.streaming.staging import Staging
 
 HEAD_TOKENS = 512
 """Positions whose logits are computed at once: with a vocabulary of 250,000, half a gigabyte in float32."""
@@ -44,6 +45,8 @@ def streamed_perplexity(
     batch_size: int,
     scratch: Path,
     quantized: Mapping[str, QuantizedWeight] | None = None,
+    pin_memory: bool = True,
+    indices: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Perplexity of each text, one block of the model in memory at a time.
 
@@ -53,14 +56,17 @@ def streamed_perplexity(
         batch_size: Samples at a time.
         scratch: Folder for hidden states that do not fit the memory.
         quantized: Hard weights by module path that stand in for the checkpoint's.
+        pin_memory: Whether hidden states in host memory go through pinned buffers.
+        indices: Blocks to go through; None for all. A rehearsal leaves most of them out.
 
     Returns:
         Perplexities by name.
     """
     quantized = quantized or {}
+    staging = Staging(model.device, pin_memory)
     itemsize = torch.finfo(model.dtype).bits // 8
     total_bytes = sum(tokens.numel() for tokens in texts.values()) * model.hidden_size * itemsize
-    location = choose_location("auto", total_bytes, model.device)
+    location = choose_location("auto", total_bytes, free_device_bytes(model.device))
     with ExitStack() as cleanup:
         stores: dict[str, ActivationStore] = {}
         calls = {}
@@ -74,21 +80,20 @@ def streamed_perplexity(
                 shape = (rows.stop - rows.start, tokens.shape[1])
                 if shape not in calls:
                     calls[shape] = model.record_calls(*shape)
-        for index in range(model.num_blocks):
+        for index in range(model.num_blocks) if indices is None else indices:
             block = model.load_block(index)
             place_weights(model, index, quantized)
-            for store in stores.values():
-                for rows in batches(len(store), batch_size):
-                    hidden = store.read(rows, model.device, model.dtype)
-                    store.write(rows, calls[hidden.shape[0], hidden.shape[1]][index](block, hidden))
+            with staging.writer() as writer:
+                for store in stores.values():
+                    for rows, (hidden,) in staging.read([store.data], batches(len(store), batch_size)):
+                        writer.write(store.data, rows, calls[hidden.shape[0], hidden.shape[1]][index](block, hidden))
             model.release_block(index)
         result = {}
         with model.head() as head:
             for name, tokens in texts.items():
                 metric = Perplexity(model.device)
-                for sample in range(len(tokens)):
-                    hidden = stores[name].read(slice(sample, sample + 1), model.device, model.dtype)
-                    targets = tokens[sample : sample + 1, 1:].to(model.device)
+                for rows, (hidden,) in staging.read([stores[name].data], batches(len(tokens), 1)):
+                    targets = tokens[rows, 1:].to(model.device, non_blocking=True)
                     for part in batches(targets.shape[1], HEAD_TOKENS):
                         metric.update(head(hidden[:, part]), targets[:, part])
                 result[name] = metric.compute()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,9 +15,18 @@ from typing_extensions import override
 from gsq_module.quantization.grid import GRIDS, Grid, QuantizedWeight
 from gsq_module.quantization.optimizer import RelaxedLion
 from gsq_module.quantization.schedule import AnnealingSchedule
+from gsq_module.quantization.training_ops import squared_error
 from gsq_module.streaming.activations import Location
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+
+Prepare = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+"""A loader's microbatch -> inputs and targets `[batch, seq_len, hidden_size]` and, where they differ, token weights."""
+
+
+def cached_targets(microbatch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Where inputs and targets lie in stores, a microbatch is what is wanted of it."""
+    return microbatch
 
 
 @dataclass
@@ -63,9 +72,10 @@ class UnitProblem:
     Attributes:
         student: Unit (and post-norm): input `[batch, seq_len, hidden]` -> output to match the target.
         weights: The student's weights to refine, by module path.
-        initial: Their initial codes and scales.
+        initial: Their initial codes and scales, in host memory.
         target_power: Mean square of the training targets, each token with its weight; losses are relative to it.
         total_steps: Optimizer steps of this fit.
+        prepare: Makes inputs, targets and token weights `[batch, seq_len]`, if any, of a loader's microbatch.
     """
 
     student: nn.Module
@@ -73,6 +83,7 @@ class UnitProblem:
     initial: dict[str, QuantizedWeight]
     target_power: float
     total_steps: int
+    prepare: Prepare = cached_targets
 
 
 class GSQModule(LightningModule):
@@ -92,6 +103,10 @@ class GSQModule(LightningModule):
         target: What a unit's output is fitted to. `original_stream`: with its residual, the untouched model's hidden
             state there; it also mends errors made earlier, and needs a second store of hidden states. `original_unit`:
             the untouched unit's output on the quantized stream.
+        targets: Where a unit's inputs and targets come from at each step; changes only memory and speed. `cached`: both
+            from stores. `recomputed`: one store of hidden states less. With `target: original_stream` each microbatch
+            passes the unit's norm again, and takes one difference, which costs next to nothing beside the unit. With
+            `original_unit` it passes the original unit again, whose weights stay on the device beside the student's.
         token_weights: How much each token's error counts. `uniform`; or `inverse_square`: by the inverse mean square of
             the untouched model's hidden state there, as the next norm sees it. Some models give a few tokens hidden
             states a thousand times larger than all others (massive activations), and those few decide a uniform sum.
@@ -115,6 +130,7 @@ class GSQModule(LightningModule):
         signed_scales: bool = True,
         damping: PositiveFloat = 0.01,
         target: Literal["original_stream", "original_unit"] = "original_stream",
+        targets: Literal["cached", "recomputed"] = "cached",
         token_weights: Literal["uniform", "inverse_square"] = "uniform",
         measure_initial: bool = True,
         dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto",
@@ -137,6 +153,7 @@ class GSQModule(LightningModule):
         self.signed_scales = signed_scales
         self.damping = damping
         self.target = target
+        self.targets = targets
         self.token_weights = token_weights
         self.measure_initial = measure_initial
         self.compute_dtype = dtype
@@ -206,7 +223,8 @@ class GSQModule(LightningModule):
             logit_dtype=DTYPES[settings.logit_dtype],
         )
         for name, weight in self.problem.weights.items():
-            optimizer.relax(weight, self.problem.initial[name], name, settings.init_std, settings.init_strength)
+            start = self.problem.initial[name].to(weight.device)
+            optimizer.relax(weight, start, name, settings.init_std, settings.init_strength)
         schedule = AnnealingSchedule(
             optimizer,
             self.problem.total_steps,
@@ -220,30 +238,31 @@ class GSQModule(LightningModule):
         """Squared error of the student on a batch, relative to the targets' mean square; a float32 scalar.
 
         Args:
-            batch: Inputs and targets `[batch, seq_len, hidden_size]`; with token weights, those too `[batch, seq_len]`.
+            batch: A loader's microbatch, as the problem's `prepare` takes it.
         """
-        inputs, targets, *weights = batch
+        inputs, targets, *weights = self.problem.prepare(batch)
         weight = next(iter(self.problem.weights.values()))
         output = self.problem.student(inputs.to(weight.dtype))
-        if weights:
-            errors = (output.float() - targets.float()).square().mean(-1)
-            return (errors * weights[0]).mean() / self.problem.target_power
-        return nn.functional.mse_loss(output.float(), targets.float()) / self.problem.target_power
+        return squared_error(output, targets, *weights) / self.problem.target_power
 
     @override
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         loss = self.relative_error(batch)
-        self.log("train/error", loss.detach(), prog_bar=True)
+        # Lightning copies what is logged about, and reads it where a progress bar wants it: only when it is written.
+        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:
+            self.log("train/error", loss.detach())
         return loss
 
     @override
+    @torch.no_grad()
     def on_validation_epoch_start(self) -> None:
         """Validation is done on hard codes."""
-        self.place(self.hard_weights())
+        for name, weight in self.problem.weights.items():
+            weight.copy_(self.hard_weight(name).dequantize())
 
     @override
     def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
-        self.log("validation/error", self.relative_error(batch), prog_bar=True, batch_size=batch[0].shape[0])
+        self.log("validation/error", self.relative_error(batch), batch_size=batch[0].shape[0])
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -254,7 +273,9 @@ class GSQModule(LightningModule):
     @override
     def on_train_end(self) -> None:
         """Keep the result; drop optimizer state and student, which Lightning's teardown would move to the host."""
-        self.refined = self.hard_weights()
+        for weight in self.problem.weights.values():
+            weight.grad = None
+        self.refined = {name: self.hard_weight(name).to("cpu") for name in self.problem.weights}
         self._relaxed_lion().state.clear()
         self.student = None
 
@@ -263,19 +284,16 @@ class GSQModule(LightningModule):
         assert isinstance(optimizer, RelaxedLion)
         return optimizer
 
-    def hard_weights(self) -> dict[str, QuantizedWeight]:
-        """The most likely codes now, with scales in the export's dtype."""
-        optimizer = self._relaxed_lion()
-        return {
-            name: optimizer.harden(weight, self.problem.initial[name].scales.dtype)
-            for name, weight in self.problem.weights.items()
-        }
+    def hard_weight(self, name: str) -> QuantizedWeight:
+        """The most likely codes now, with scales in the export's dtype, on the device."""
+        scale_dtype = self.problem.initial[name].scales.dtype
+        return self._relaxed_lion().harden(self.problem.weights[name], scale_dtype)
 
     @torch.no_grad()
     def place(self, weights: dict[str, QuantizedWeight]) -> None:
         """Put hard weights into the student."""
         for name, weight in self.problem.weights.items():
-            weight.copy_(weights[name].dequantize())
+            weight.copy_(weights[name].to(weight.device).dequantize())
 
     @torch.no_grad()
     def hard_error(self, weights: dict[str, QuantizedWeight], batches: Iterable[Any], device: torch.device) -> float:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -29,24 +28,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from gsq_module.atomic import write_atomically
 from gsq_module.export.packing import pack, unpack_codes
 from gsq_module.quantization.grid import Grid, QuantizedWeight
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file such that a reader, or a crash at any instant, sees the old content or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 @dataclass

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from gsq_module.data.packing import pack
@@ -23,6 +22,40 @@ if TYPE_CHECKING:
 
 _EVALUATION_SEED = 0
 """Evaluation takes the same rows in every run: figures of runs with different `seed` can be compared."""
+
+_FORWARD_TOKENS = 4096
+"""Tokens that pass through a block at once where nothing else is asked for."""
+
+
+class UnitData(Protocol):
+    """What the loaders of one fit read. It brings microbatches to the device itself (streaming/staging.py)."""
+
+    def __len__(self) -> int:
+        """Samples."""
+
+    def batches(self, indices: Iterable[list[int]]) -> Iterator[tuple[Tensor, ...]]:
+        """A microbatch for each list of indices: tensors whose first dimension is the samples."""
+
+
+class MicrobatchLoader:
+    """What Lightning iterates over in the place of a DataLoader.
+
+    Args:
+        data: The samples.
+        order: Their order, and which of them are taken together.
+    """
+
+    def __init__(self, data: UnitData, order: MicrobatchSampler) -> None:
+        # Not named `sampler`: what has one is taken for a DataLoader by Lightning.
+        self.data, self.order = data, order
+
+    def __len__(self) -> int:
+        """Microbatches."""
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        # A generator, as the sampler is: an iterator that nobody reads does not count as an epoch.
+        yield from self.data.batches(self.order)
 
 
 class CalibrationData(LightningDataModule):
@@ -45,9 +78,12 @@ class CalibrationData(LightningDataModule):
         batch_size: Sequences of an optimizer step, over all devices and accumulated microbatches. Changes the result.
         microbatch_size: Sequences one device holds at once (default: its whole share of the batch). Changes only memory
             and speed. Lower it when memory runs out.
+        forward_batch_size: Sequences that pass through a block at once outside refinement (default: as many as make
+            4096 tokens, at least one). Changes only memory and speed.
         seed: Of the choice and order of calibration sequences. Evaluation sequences do not depend on it.
-        pin_memory: Copy microbatches to CUDA devices through page-locked memory. Turn it off where the host refuses
-            that, as WSL2 may ("CUDA error: invalid argument"). Without CUDA it has no effect.
+        pin_memory: Copy hidden states between host memory and CUDA devices through a few page-locked buffers of one
+            batch. Turn it off where the host refuses them, as WSL2 may ("CUDA error: invalid argument"): copies then
+            wait for the device. Without CUDA it has no effect.
 
     Attributes:
         train: int64 `[train_samples, seq_len]`, once `tokenize` has run; so are the next three.
@@ -73,6 +109,7 @@ class CalibrationData(LightningDataModule):
         evaluation_seq_len: PositiveInt | None = None,
         batch_size: PositiveInt = 16,
         microbatch_size: PositiveInt | None = None,
+        forward_batch_size: PositiveInt | None = None,
         seed: NonNegativeInt = 0,
         pin_memory: bool = True,
     ) -> None:
@@ -87,9 +124,10 @@ class CalibrationData(LightningDataModule):
         self.evaluation_seq_len = evaluation_seq_len or seq_len
         self.batch_size = batch_size
         self.microbatch_size = microbatch_size
+        self.forward_batch_size = forward_batch_size
         self.seed = seed
         self.pin_memory = pin_memory
-        self._bound: tuple[Dataset[Any], Dataset[Any]] | None = None
+        self._bound: tuple[UnitData, UnitData] | None = None
 
     def check(self) -> None:
         """Look for everything that would make `tokenize` or training fail, before anything heavy is loaded.
@@ -204,34 +242,32 @@ class CalibrationData(LightningDataModule):
         )
         return {self._microbatch_size(world_size)} | {len(rows) for rows in validation}
 
-    def bind(self, train: Dataset[Any], validation: Dataset[Any]) -> None:
-        """Set what the loaders of the next fit read.
+    def sequences_at_once(self, seq_len: int) -> int:
+        """Sequences of this length that pass through a block at once outside refinement."""
+        return self.forward_batch_size or max(1, _FORWARD_TOKENS // seq_len)
 
-        Args:
-            train: Has `__len__` and `__getitems__(list[int])`, which returns a whole microbatch (tensors whose first
-                dimension is the samples).
-            validation: The same for the validation samples.
-        """
+    def bind(self, train: UnitData, validation: UnitData) -> None:
+        """Set what the loaders of the next fit read."""
         self._bound = (train, validation)
 
     @override
-    def train_dataloader(self) -> DataLoader[Any]:
+    def train_dataloader(self) -> MicrobatchLoader:
         assert self._bound is not None, "bind() comes before fit"
         return self._loader(self._bound[0], shuffle=True)
 
     @override
-    def val_dataloader(self) -> DataLoader[Any]:
+    def val_dataloader(self) -> MicrobatchLoader:
         assert self._bound is not None, "bind() comes before fit"
         return self._loader(self._bound[1], shuffle=False)
 
-    def _loader(self, dataset: Dataset[Any], shuffle: bool) -> DataLoader[Any]:
+    def _loader(self, data: UnitData, shuffle: bool) -> MicrobatchLoader:
         # The strategy knows which ranks share the data: with tensor parallelism these are not all.
         share = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
         share = share or {"rank": 0, "num_replicas": 1}
         world_size = share["num_replicas"]
         self.accumulate_grad_batches(world_size)
-        sampler = MicrobatchSampler(
-            num_samples=len(dataset),  # type: ignore[arg-type]
+        order = MicrobatchSampler(
+            num_samples=len(data),
             batch_size=self.batch_size,
             microbatch_size=self._microbatch_size(world_size),
             seed=self.seed,
@@ -239,10 +275,7 @@ class CalibrationData(LightningDataModule):
             world_size=world_size,
             shuffle=shuffle,
         )
-        # Samples that are on the device already need no staging, and cannot be pinned.
-        on_host = getattr(dataset, "device", torch.device("cpu")).type == "cpu"
-        pin_memory = self.pin_memory and torch.cuda.is_available() and on_host
-        return DataLoader(dataset, batch_sampler=sampler, collate_fn=_as_is, pin_memory=pin_memory)
+        return MicrobatchLoader(data, order)
 
     def _microbatch_size(self, world_size: int) -> int:
         return self.microbatch_size or self.batch_size // world_size
@@ -252,10 +285,6 @@ def _rows(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, seq_len: int, num_sequences: int, seed: int
 ) -> Tensor:
     return pack(source.documents(tokenizer), tokenizer, seq_len, num_sequences, None if source.streams else seed)
-
-
-def _as_is(batch: Any) -> Any:
-    return batch
 
 
 def _divisors(number: int) -> list[int]:

@@ -35,6 +35,11 @@ class DeviceMemory:
     retries: int
     ooms: int
 
+    @property
+    def margin(self) -> int:
+        """Least that was free on the device since the peaks were reset, if others used then what they use now."""
+        return self.device_total - self.device_used - (self.peak_reserved - self.reserved)
+
 
 def read_device_memory(device: torch.device) -> DeviceMemory | None:
     """Memory of `device` now; `None` where it is not a CUDA device.

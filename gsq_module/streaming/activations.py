@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+
+from gsq_module.streaming.staging import Staging
 
 Location = Literal["auto", "device", "memory", "disk"]
 DEVICE_FRACTION = 0.4
@@ -19,13 +20,22 @@ HOST_FRACTION = 0.5
 """`auto` keeps them in host memory up to this part of what is available, on disk beyond."""
 
 
-def choose_location(location: Location, total_bytes: int, device: torch.device) -> Location:
-    """Resolve `auto` for stores that take `total_bytes` together."""
+def choose_location(location: Location, total_bytes: int, free_bytes: int | None) -> Location:
+    """Resolve `auto` for stores that take `total_bytes` together.
+
+    Args:
+        free_bytes: Free memory of the device; None where that is the CPU.
+    """
     if location != "auto":
         return location
-    if device.type == "cuda" and total_bytes <= DEVICE_FRACTION * torch.cuda.mem_get_info(device)[0]:
+    if free_bytes is not None and total_bytes <= DEVICE_FRACTION * free_bytes:
         return "device"
     return "memory" if total_bytes <= HOST_FRACTION * available_host_bytes() else "disk"
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Free memory of a CUDA device; None for another."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def available_host_bytes() -> int:
@@ -38,57 +48,56 @@ def available_host_bytes() -> int:
 
 
 class ActivationStore:
-    """A tensor `[num_samples, seq_len, hidden_size]` that is written and read by samples.
+    """A tensor, mostly `[num_samples, seq_len, hidden_size]`, that is written and read by samples.
 
     Args:
-        shape: As above.
+        shape: As above; the first dimension is the samples.
         dtype: Of the stored values.
         location: `device`, `memory` or `disk`.
         device: The device of `location="device"`.
         file: Path of the memory-mapped file of `location="disk"`; removed by `close`.
+
+    Attributes:
+        data: The whole tensor, as stored.
 
     Raises:
         ValueError: The disk has no room for the file.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int], dtype: torch.dtype, location: Location, device: torch.device, file: Path
+        self, shape: tuple[int, ...], dtype: torch.dtype, location: Location, device: torch.device, file: Path
     ) -> None:
         self._file: Path | None = None
         if location == "disk":
             size = math.prod(shape)
             _reserve(file, size * (torch.finfo(dtype).bits // 8))
             self._file = file
-            self._data = torch.from_file(str(file), shared=True, size=size, dtype=dtype).view(shape)
+            self.data = torch.from_file(str(file), shared=True, size=size, dtype=dtype).view(shape)
         else:
-            self._data = torch.empty(shape, dtype=dtype, device=device if location == "device" else "cpu")
+            self.data = torch.empty(shape, dtype=dtype, device=device if location == "device" else "cpu")
 
     def __len__(self) -> int:
-        return self._data.shape[0]
+        return self.data.shape[0]
 
     @property
     def nbytes(self) -> int:
-        return self._data.nbytes
+        return self.data.nbytes
 
     @property
     def device(self) -> torch.device:
-        return self._data.device
+        return self.data.device
 
     def write(self, rows: slice, values: Tensor) -> None:
         """Store samples, rounded to the store's dtype."""
-        self._data[rows].copy_(values)
+        self.data[rows].copy_(values)
 
     def read(self, rows: slice | list[int], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Samples on a device in a dtype."""
-        return self._data[rows].to(device=device, dtype=dtype)
-
-    def rows(self, rows: list[int]) -> Tensor:
-        """Samples as stored."""
-        return self._data[rows]
+        return self.data[rows].to(device=device, dtype=dtype)
 
     def close(self) -> None:
         """Free the memory; delete the file."""
-        self._data = torch.empty(0, 0, 0)
+        self.data = torch.empty(0, 0, 0)
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
@@ -137,36 +146,30 @@ class Stores:
         self._stores.clear()
 
 
-class UnitSamples(Dataset):
-    """Inputs and targets of one unit as a map-style dataset of whole batches.
+class UnitSamples:
+    """What one unit is refined or measured on, a microbatch at a time.
 
     Args:
-        inputs: Store of the unit's inputs.
-        targets: Store of the targets of its output.
+        sources: Stores of the samples of all splits; a microbatch is the same rows of each.
         rows: Samples that belong to this split.
-        weights: Of each token's error, float32 `[num_samples, seq_len]` where the inputs are; None for all the same.
+        staging: Brings them to the device.
     """
 
-    def __init__(
-        self, inputs: ActivationStore, targets: ActivationStore, rows: range, weights: Tensor | None = None
-    ) -> None:
-        self.inputs, self.targets, self.samples, self.weights = inputs, targets, rows, weights
+    def __init__(self, sources: Sequence[ActivationStore], rows: range, staging: Staging) -> None:
+        self.sources, self.rows, self.staging = sources, rows, staging
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.rows)
 
-    @property
-    def device(self) -> torch.device:
-        return self.inputs.device
+    def batches(self, indices: Iterable[list[int]]) -> Iterator[tuple[Tensor, ...]]:
+        """Microbatches on the device, in the dtypes of the sources.
 
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return self.__getitems__([index])
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
-        """Inputs and targets `[batch, seq_len, hidden_size]`, and weights `[batch, seq_len]` where tokens differ."""
-        rows = [self.samples[index] for index in indices]
-        batch = self.inputs.rows(rows), self.targets.rows(rows)
-        return batch if self.weights is None else (*batch, self.weights[rows])
+        Args:
+            indices: Of each microbatch, counted within this split.
+        """
+        rows = ([self.rows[index] for index in microbatch] for microbatch in indices)
+        for _, microbatch in self.staging.read([store.data for store in self.sources], rows):
+            yield microbatch
 
 
 def batches(num_samples: int, batch_size: int) -> Iterator[slice]:

@@ -90,11 +90,12 @@ class StreamedModel:
 
     def release_block(self, index: int) -> None:
         """Drop one block's weights."""
-        self.blocks[index].to("meta")
+        _drop(self.blocks[index])
 
     def missing_weights(self) -> list[str]:
         """Weights that streaming needs and the checkpoint lacks: from names alone, nothing is read."""
-        paths = [self.block_name(index) for index in range(self.num_blocks)] + self._paths_around_blocks(head=True)
+        around = dict.fromkeys(self.paths_around_blocks(head=False) + self.paths_around_blocks(head=True))
+        paths = [*(self.block_name(index) for index in range(self.num_blocks)), *around]
         return [source for path in paths for source in self._sources(path).values() if source not in self.checkpoint]
 
     def _sources(self, path: str) -> dict[str, str]:
@@ -140,28 +141,34 @@ class StreamedModel:
             with torch.no_grad(), torch.device(self.device):
                 self.model._init_weights(part)
 
-    def _paths_around_blocks(self, head: bool) -> list[str]:
-        """Modules that the model's forward needs besides its blocks."""
+    def paths_around_blocks(self, head: bool) -> list[str]:
+        """Modules that the model's forward needs besides its blocks: from tokens on, or for the head alone."""
         decoder_path = self.blocks_path.rpartition(".")[0]
         decoder = self.model.get_submodule(decoder_path)
         prefix = f"{decoder_path}." if decoder_path else ""
         paths = [prefix + name for name, child in decoder.named_children() if child is not self.blocks]
         paths = [path for path in paths if path != self.head_path]
-        if head and self.head_path is not None:
-            paths.append(self.head_path)
+        if head:
+            paths = [path for path in paths if path != self.embedding_path]
+            paths += [self.head_path] if self.head_path is not None else []
         return paths
 
     @contextmanager
     def _around_blocks(self, head: bool):
-        """Load what the model's forward needs besides its blocks; drop it again."""
-        paths = self._paths_around_blocks(head)
+        """Load what the model's forward needs besides its blocks, and for its head no embedding; drop it again."""
+        paths = self.paths_around_blocks(head)
         try:
             for path in paths:
                 self._load(path)
+            if head:
+                # Looked up, but not looked at: one row stands for all. Of 250,000 tokens it would take gigabytes.
+                row = torch.zeros(1, self.hidden_size, device=self.device, dtype=self.dtype)
+                self.embedding.weight = nn.Parameter(row.expand(self.embedding.num_embeddings, -1), requires_grad=False)
+                paths.append(self.embedding_path)
             yield
         finally:
             for path in paths:
-                self.model.get_submodule(path).to("meta")
+                _drop(self.model.get_submodule(path))
 
     # --- the model's own forward, blocks short-circuited -----------------------------------------------------------
 
@@ -196,9 +203,8 @@ class StreamedModel:
         """
         vocabulary = self.embedding.num_embeddings
         tokens = torch.arange(batch_size * seq_len, device=self.device).view(batch_size, seq_len) % vocabulary
-        with self._around_blocks(head=False):
-            calls = self._record(tokens)
-            others = self._record((tokens + 1) % vocabulary)
+        calls = self.record_shapes(tokens)
+        others = self.record_shapes((tokens + 1) % vocabulary)
         for index, (call, other) in enumerate(zip(calls, others, strict=True)):
             for a, b in zip(call.tensors(), other.tensors(), strict=True):
                 if a.shape != b.shape or not torch.equal(a, b):
@@ -207,6 +213,12 @@ class StreamedModel:
                         "(per-layer embeddings?): its model cannot be streamed block by block"
                     )
         return calls
+
+    @torch.no_grad()
+    def record_shapes(self, tokens: Tensor) -> list[BlockCall]:
+        """The call of every block for these tokens `[batch_size, seq_len]`, unchecked: for tensors without data."""
+        with self._around_blocks(head=False):
+            return self._record(tokens)
 
     def _record(self, tokens: Tensor) -> list[BlockCall]:
         for self._returns_tuple in (False, True):
@@ -272,3 +284,14 @@ class StreamedModel:
 
         with self._around_blocks(head=True):
             yield logits
+
+
+def _drop(module: nn.Module) -> None:
+    """Put a module's weights and buffers back on the meta device (`Module.to` cannot, under FakeTensorMode)."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                part._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        for name, buffer in part._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                part._buffers[name] = torch.empty_like(buffer, device="meta")

@@ -74,11 +74,22 @@ def fetch(path: str, gguf_file: str | None, converted: Path) -> Path:
     return converted
 
 
-def _download(path: str, gguf_file: str | None) -> Path:
+def fetch_config(path: str, gguf_file: str | None, converted: Path) -> Path:
+    """A folder with the config.json of `path`; no weights are downloaded. Arguments and errors as in `fetch`.
+
+    A GGUF file on this machine is converted, because its geometry is in it.
+    """
+    folder = locate(path, gguf_file)
+    if folder is None and gguf_file is None:
+        return _download(path, gguf_file, ["config.json"])
+    return fetch(path, gguf_file, converted) if gguf_file is not None or folder is None else folder
+
+
+def _download(path: str, gguf_file: str | None, patterns: list[str] | None = None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.txt", "*.model", "*.jinja", gguf_file or "*.safetensors"]
+    patterns = patterns or ["*.json", "*.txt", "*.model", "*.jinja", gguf_file or "*.safetensors"]
     try:
         return Path(snapshot_download(path, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -1,16 +1,26 @@
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from callbacks import EmptyCache
 from gsq_module.memory.stages import Stage
 
 GIB = 2**30
+
+
+class SpyLogger(DummyLogger):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def log_metrics(self, metrics, step=None):
+        self.lines += [(step, metrics)] if any(name.startswith("empty_cache/") for name in metrics) else []
 
 
 @pytest.mark.parametrize("arguments", [{"every_n_steps": -1}, {"min_free_gib": -0.5}])
@@ -41,14 +51,13 @@ def test_every_n_optimizer_steps_under_accumulation_and_over_two_fits(cuda, on_c
 
 
 def test_a_resumed_run_starts_at_its_own_step(cuda):
-    callback, module = EmptyCache(every_n_steps=2), BoringModel()
-    module.log = lambda *args, **kwargs: None
-    trainer = SimpleNamespace(global_step=4, strategy=SimpleNamespace(root_device=cuda.device))
-    callback.on_train_start(trainer, module)
-    callback.on_train_batch_end(trainer, module, None, None, 0)  # a microbatch before the first step of this process
+    callback = EmptyCache(every_n_steps=2)
+    trainer = SimpleNamespace(global_step=4, strategy=SimpleNamespace(root_device=cuda.device), loggers=[])
+    callback.on_train_start(trainer, None)
+    callback.on_train_batch_end(trainer, None, None, None, 0)  # a microbatch before the first step of this process
     assert callback.calls == 0
     trainer.global_step = 6
-    callback.on_train_batch_end(trainer, module, None, None, 1)
+    callback.on_train_batch_end(trainer, None, None, None, 1)
     assert callback.calls == 1
 
 
@@ -75,26 +84,39 @@ def test_both_off_leaves_the_cache_alone_within_a_fit(cuda, on_cuda, make_traine
     assert cuda.emptied == 0
 
 
-def test_what_it_gave_back_is_logged_at_the_steps_it_acted(cuda, on_cuda, make_trainer, fit):
-    class Model(BoringModel):
-        logged: ClassVar[list] = []
-
-        def log(self, name, value, **kwargs):
-            self.logged.append((self.trainer.global_step, name, value))
-            super().log(name, value, **kwargs)
-
+def test_what_it_gave_back_is_logged_each_time_it_acted(cuda, on_cuda, make_trainer, fit):
     def after_batch(trainer):
         cuda.reserved = 4 * GIB
 
-    trainer = make_trainer([on_cuda(EmptyCache(every_n_steps=3), after_batch=after_batch)])
-    fit(trainer, 7, Model())
-    assert Model.logged == [
-        (3, "empty_cache/calls", 1),
-        (3, "empty_cache/freed_gib", 3),
-        (6, "empty_cache/calls", 2),
-        (6, "empty_cache/freed_gib", 6),
+    first, second, callback = SpyLogger(), SpyLogger(), EmptyCache(every_n_steps=3)
+    callback.on_stage_end(Stage("gptq", 0, "mlp", device=cuda.device), 1.0, None)  # before any logger is known
+    cuda.reserved = 4 * GIB
+    # Not only where Lightning's own interval of logging falls on the same step.
+    trainer = make_trainer([on_cuda(callback, after_batch=after_batch)], logger=[first, second], log_every_n_steps=50)
+    fit(trainer, 7)
+    callback.on_stage_end(Stage("refine", 0, "mlp", device=cuda.device), 1.0, None)
+    assert first.lines[:2] == [
+        (3, {"empty_cache/calls": 2, "empty_cache/freed_gib": 6}),
+        (6, {"empty_cache/calls": 3, "empty_cache/freed_gib": 9}),
     ]
-    assert trainer.logged_metrics["empty_cache/freed_gib"] == 6
+    assert [line for _, line in first.lines[2:]] == [{"empty_cache/calls": 4, "empty_cache/freed_gib": 12}]
+    assert second.lines == first.lines
+
+
+def test_last_stage_reaches_the_file_of_the_csv_logger(cuda, on_cuda, make_trainer, fit, tmp_path):
+    callback = EmptyCache()
+    fit(make_trainer([on_cuda(callback)], logger=CSVLogger(tmp_path)), 1)
+    callback.on_stage_end(Stage("evaluate", device=cuda.device), 1.0, None)
+    header, row = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
+    values = dict(zip(header.split(","), row.split(","), strict=True))
+    assert (values["empty_cache/calls"], values["empty_cache/freed_gib"]) == ("1.0", "3.0")
+
+
+def test_every_logged_name_is_documented(on_cuda, make_trainer, fit):
+    spy = SpyLogger()
+    fit(make_trainer([on_cuda(EmptyCache(every_n_steps=1))], logger=spy), 1)
+    documented = re.findall(r"^    - ``(\S+)`` -- \S+", EmptyCache.__doc__, re.MULTILINE)
+    assert [list(line) for _, line in spy.lines] == [documented]
 
 
 def test_end_of_a_stage_always_gives_back_on_the_stages_device(cuda):
@@ -112,12 +134,12 @@ def test_failed_stage_is_left_as_the_failure_left_it(cuda):
 
 def test_cpu_is_left_alone(cuda, make_trainer, fit):
     callback = EmptyCache(every_n_steps=1, min_free_gib=1000.0)
-    trainer = make_trainer([callback])
-    fit(trainer, 3)
+    spy = SpyLogger()
+    fit(make_trainer([callback], logger=spy), 3)
     callback.on_stage_end(Stage("refine", 0, "mlp"), 1.0, None)
     assert callback.calls == 0
     assert cuda.emptied == 0
-    assert not any(name.startswith("empty_cache") for name in trainer.callback_metrics)
+    assert spy.lines == []
 
 
 @pytest.mark.gpu

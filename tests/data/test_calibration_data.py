@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader
 
 from gsq_module.data.module import CalibrationData
 from gsq_module.data.sources import PythonTopics, Speeches, TextFiles, TextSource
@@ -35,8 +35,8 @@ class Stream(Numbered):
     streams = True
 
 
-class States(Dataset):
-    """What the units' stores look like to a loader; remembers what it was asked for."""
+class States:
+    """What a unit's samples look like to a loader; remembers what it was asked for."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
@@ -45,9 +45,10 @@ class States(Dataset):
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getitems__(self, rows: list[int]) -> tuple[Tensor, Tensor]:
-        self.asked.append(rows)
-        return self.values[rows], 2 * self.values[rows]
+    def batches(self, indices: Iterable[list[int]]) -> Iterator[tuple[Tensor, ...]]:
+        for rows in indices:
+            self.asked.append(rows)
+            yield self.values[rows], 2 * self.values[rows]
 
 
 def small(calibration: TextSource | None = None, **changes: Any) -> CalibrationData:
@@ -175,7 +176,8 @@ def test_loaders_never_have_workers():
     assert "num_workers" not in inspect.signature(CalibrationData.__init__).parameters
     data = small()
     data.bind(States(torch.zeros(40)), States(torch.zeros(8)))
-    assert data.train_dataloader().num_workers == data.val_dataloader().num_workers == 0
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        assert not isinstance(loader, DataLoader), "see that it has no workers"
 
 
 def test_loaders_pass_on_whole_microbatches():
@@ -188,6 +190,28 @@ def test_loaders_pass_on_whole_microbatches():
         assert inputs.shape == (4,)
         assert torch.equal(targets, 2 * inputs)
     assert [rows.tolist() for rows, _ in data.val_dataloader()] == [[0, 1, 2], [3, 4, 5]]
+    assert (len(data.train_dataloader()), len(data.val_dataloader())) == (10, 2)
+
+
+def test_iterators_that_nobody_reads_are_no_epochs():
+    """Lightning makes such; the order of the samples must not depend on them."""
+    orders = []
+    for unread in (0, 3):
+        data, train = small(), States(torch.zeros(40))
+        data.bind(train, States(torch.zeros(8)))
+        loader = data.train_dataloader()
+        for _ in range(unread):
+            iter(loader)
+        list(loader)
+        orders.append(train.asked)
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "seq_len", "sequences"), [(None, 1024, 4), (None, 3000, 1), (None, 5000, 1), (3, 1024, 3)]
+)
+def test_sequences_that_pass_through_a_block_at_once(asked, seq_len, sequences):
+    assert small(forward_batch_size=asked, microbatch_size=2).sequences_at_once(seq_len) == sequences
 
 
 def test_too_few_samples_for_one_step_are_an_error_and_not_an_empty_epoch():
@@ -288,6 +312,7 @@ def test_a_recipe_builds_it(parser):
         ("evaluation_seq_len", 0),
         ("batch_size", 0),
         ("microbatch_size", 0),
+        ("forward_batch_size", 0),
         ("seed", -1),
         ("batchsize", 8),
         ("calibration", {"class_path": "gsq_module.data.sources.Speeches", "init_args": {"until": 1982}}),

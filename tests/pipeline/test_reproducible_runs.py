@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from toy_runs import ONE_BLOCK, contents, run, summary_of
 
 from gsq_module.quantization.grid import GRIDS
 from gsq_module.refinement import Outcome
 from gsq_module.run_directory import RunDirectory
+from gsq_module.streaming.model import StreamedModel
 
 
 def test_same_seed_same_bytes(recipes, tmp_path):
@@ -53,6 +55,33 @@ def test_microbatches_change_next_to_nothing(llama, tmp_path, monkeypatch):
         for name, weight in weights[4].items():
             assert (weights[size][name].codes == weight.codes).float().mean() > 0.995, (size, name)
             assert (weights[size][name].scales - weight.scales).abs().max() < 0.1 * weight.scales.abs().mean()
+
+
+def test_forward_batches_change_next_to_nothing(llama, tmp_path, monkeypatch):
+    """Whatever passes through a block at once outside refinement; and the calls for just these sizes are recorded."""
+    asked = set()
+    record = StreamedModel.record_calls
+
+    def watch(self, batch_size, seq_len):
+        asked.add(batch_size)
+        return record(self, batch_size, seq_len)
+
+    monkeypatch.setattr(StreamedModel, "record_calls", watch)
+    weights, perplexities, sizes = {}, {}, {}
+    for size in (1, 7, None):
+        asked.clear()
+        options = () if size is None else (f"--data.forward_batch_size={size}",)
+        cli = run(llama, tmp_path / str(size), "--data.microbatch_size=4", *options, *ONE_BLOCK)
+        weights[size] = dict(RunDirectory(tmp_path / str(size)).units(GRIDS[2]).weights())
+        perplexities[size] = cli.summary["perplexity"]["quantized"]
+        sizes[size] = set(asked)
+    # 128 training, 5 validation, 19 GPTQ and 9 evaluation samples of 32 tokens; validation microbatches of 2 and 3
+    assert sizes == {1: {1, 2, 3, 4}, 7: {7, 2, 5, 3, 4}, None: {128, 5, 19, 9, 2, 3, 4}}
+    assert max(unit["codes_changed"] for unit in summary_of(tmp_path / "1")["units"]) > 0.02
+    for size in (1, 7):
+        assert perplexities[size] == pytest.approx(perplexities[None], rel=1e-2)
+        for name, weight in weights[None].items():
+            assert (weights[size][name].codes == weight.codes).float().mean() > 0.995, (size, name)
 
 
 def test_accumulation_asked_of_the_trainer_is_the_same(llama, tmp_path):

@@ -26,6 +26,8 @@ from gsq_module.streaming.activations import UnitSamples
 SEQ_LEN = 16
 TRAIN, VALIDATION, GPTQ = 5, 2, 3
 BATCH = 2
+MICROBATCHES = [[0], [1, 2], [3, 4]], [[0, 1]]
+"""Of the training and of the validation samples."""
 
 
 @dataclass
@@ -47,10 +49,13 @@ class Spy:
     seen: list[Seen] = field(default_factory=list)
 
     def __call__(self, problem: UnitProblem, train: UnitSamples, validation: UnitSamples) -> Outcome:
-        given = (train.__getitems__(list(range(TRAIN))), validation.__getitems__(list(range(VALIDATION))))
+        given = []
+        for part, indices in zip((train, validation), MICROBATCHES, strict=True):
+            prepared = [problem.prepare(microbatch) for microbatch in part.batches(indices)]
+            given.append([torch.cat(tensors) for tensors in zip(*prepared, strict=True)])
         with torch.no_grad():
             untouched = [problem.student(part) for part in given[0][0].split([1, BATCH, BATCH])]
-        self.seen.append(Seen(problem, torch.cat(untouched), *(tensor.clone() for pair in given for tensor in pair)))
+        self.seen.append(Seen(problem, torch.cat(untouched), *(tensor for pair in given for tensor in pair)))
         return Outcome(problem.initial, 1.0, None, 0.0, 0, 0.0)
 
 
@@ -100,12 +105,13 @@ def put(model, weights):
         model.get_submodule(name).weight.copy_(weight.dequantize())
 
 
+@pytest.mark.parametrize("targets", ["cached", "recomputed"])
 @pytest.mark.parametrize("target", ["original_stream", "original_unit"])
-def test_targets_by_other_means(target, tmp_path):
+def test_targets_by_other_means(target, targets, tmp_path):
     """In float64: original block output - quantized residual, or the original unit on the quantized input."""
     model = family("llama", num_hidden_layers=2)
     streamed = open_streamed(save(model, tmp_path / "checkpoint"), torch.float64)
-    seen, rows = loop_over(streamed, tmp_path, target=target, dtype="float64")
+    seen, rows = loop_over(streamed, tmp_path, target=target, targets=targets, dtype="float64")
     original, quantized = model.double(), copy.deepcopy(model).double()
     assert len(seen) == 4
 
@@ -126,12 +132,13 @@ def test_targets_by_other_means(target, tmp_path):
         ):
             torch.testing.assert_close(given, now[norm][1][rows_of], rtol=1e-9, atol=1e-9)
             # The difference is taken in float32.
-            torch.testing.assert_close(wanted, expected[rows_of], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(wanted.double(), expected[rows_of], rtol=1e-5, atol=1e-5)
         assert entry.problem.target_power == pytest.approx(float(expected[:TRAIN].square().mean()), rel=1e-5)
         put(quantized, entry.problem.initial)
 
 
-def test_token_weights_are_the_inverse_mean_square_of_the_original_stream(tmp_path):
+@pytest.mark.parametrize("targets", ["cached", "recomputed"])
+def test_token_weights_are_the_inverse_mean_square_of_the_original_stream(targets, tmp_path):
     """And a unit's relative error is the weighted one, by its definition; uniform weights give another."""
     model = family("llama", num_hidden_layers=1)
     rows = tokens(TRAIN + VALIDATION + GPTQ, SEQ_LEN)
@@ -141,18 +148,20 @@ def test_token_weights_are_the_inverse_mean_square_of_the_original_stream(tmp_pa
     caught = {}
 
     def spy(problem: UnitProblem, train: UnitSamples, validation: UnitSamples) -> Outcome:
-        batch = train.__getitems__(list(range(TRAIN)))
+        batch = next(train.batches([list(range(TRAIN))]))
         recipe = GSQModule("unused", group_size=32)
         recipe.bind(problem, 0)
         recipe.place(problem.initial)
         problem.student.calls[TRAIN] = problem.student.calls[BATCH]
+        prepared = problem.prepare(batch)
         with torch.no_grad():
-            output = problem.student(batch[0])
-        caught[len(caught)] = (batch, output, problem.target_power, recipe.relative_error(batch))
+            output = problem.student(prepared[0])
+        caught[len(caught)] = (prepared, output, problem.target_power, recipe.relative_error(batch))
         recipe.release()
         return Outcome(problem.initial, 1.0, None, 0.0, 0, 0.0)
 
-    recipe = GSQModule("unused", group_size=32, units=["mlp"], dtype="float64", token_weights="inverse_square")
+    settings = {"units": ["mlp"], "dtype": "float64", "token_weights": "inverse_square", "targets": targets}
+    recipe = GSQModule("unused", group_size=32, **settings)
     samples = Samples.of(*rows.split([TRAIN, VALIDATION, GPTQ]))
     loop = BlockLoop(recipe, streamed, samples, BATCH, {1, BATCH}, StageClock(CPU), tmp_path / "s", recipe.target, 0)
     loop.run(UnitShards(tmp_path / "units", recipe.grid), spy)
@@ -213,12 +222,14 @@ def test_hessians_by_other_means(tmp_path, monkeypatch):
     assert hessians[f"{block}.mlp.gate_proj"] is not hessians[f"{block}.self_attn.q_proj"]
 
 
+@pytest.mark.parametrize("targets", ["cached", "recomputed"])
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gemma2", "gemma3"])
-def test_the_student_is_the_branch_of_its_block(name, tmp_path):
+def test_the_student_is_the_branch_of_its_block(name, targets, tmp_path):
     """Up to the first quantized unit both streams agree: the untouched student meets its target, post-norm and all."""
     folder = save(family(name, num_hidden_layers=2), tmp_path / "checkpoint")
     for unit in ("attention", "mlp"):
-        (seen,), _ = loop_over(open_streamed(folder), tmp_path / unit, num_blocks=1, units=[unit])
+        settings = {"num_blocks": 1, "units": [unit], "targets": targets}
+        (seen,), _ = loop_over(open_streamed(folder), tmp_path / unit, **settings)
         torch.testing.assert_close(seen.untouched, seen.targets, rtol=0, atol=1e-5)
         assert seen.targets.std() > 1e-2
 

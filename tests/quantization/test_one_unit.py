@@ -129,7 +129,7 @@ class WeightsSeen(Callback):
         self.sample = self.weights()
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        hard = pl_module.hard_weights()
+        hard = {name: pl_module.hard_weight(name) for name in self.problem.weights}
         for name, weight in self.weights().items():
             assert torch.equal(weight, hard[name].dequantize().float())
         self.validations += 1

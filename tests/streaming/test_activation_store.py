@@ -9,6 +9,7 @@ from toy_models import CPU
 
 from gsq_module.streaming import activations
 from gsq_module.streaming.activations import ActivationStore, Stores, UnitSamples, choose_location
+from gsq_module.streaming.staging import Staging
 
 SHAPE = (7, 5, 16)
 
@@ -27,12 +28,12 @@ def test_memory_and_disk_give_the_same(dtype, tmp_path):
     assert len(memory) == len(disk) == 7
     assert disk.nbytes == memory.nbytes == (tmp_path / "new" / "store.bin").stat().st_size
     for rows in (slice(2, 5), [6, 0, 3]):
-        for read in (lambda store, rows=rows: store.read(rows, CPU, torch.float32), lambda s, rows=rows: s.rows(rows)):
-            assert torch.equal(read(memory), read(disk))
-    assert memory.rows([0]).dtype == dtype
+        assert torch.equal(memory.read(rows, CPU, torch.float32), disk.read(rows, CPU, torch.float32))
+    assert torch.equal(memory.data, disk.data)
+    assert memory.data.dtype == dtype
     assert memory.read([0], CPU, torch.float32).dtype == torch.float32
     if dtype == torch.float32:
-        assert torch.equal(memory.rows([1, 2]), torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0))[1:])
+        assert torch.equal(memory.data[1:3], torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0))[1:])
 
 
 def test_file_left_by_a_killed_run_is_taken_over(tmp_path):
@@ -40,7 +41,7 @@ def test_file_left_by_a_killed_run_is_taken_over(tmp_path):
     file.parent.mkdir()
     file.write_bytes(b"\x7f" * 10_000)
     store = filled("disk", torch.float32, tmp_path)
-    assert torch.equal(store.rows([0, 6]), filled("memory", torch.float32, tmp_path).rows([0, 6]))
+    assert torch.equal(store.data, filled("memory", torch.float32, tmp_path).data)
 
 
 def test_full_disk_is_noticed_before_it_is_written_to(tmp_path, monkeypatch):
@@ -77,15 +78,19 @@ def test_a_store_that_was_never_asked_for_takes_no_room(tmp_path):
 
 def test_location_by_size(monkeypatch):
     monkeypatch.setattr(activations, "available_host_bytes", lambda: 1000)
-    assert choose_location("auto", 500, CPU) == "memory"
-    assert choose_location("auto", 501, CPU) == "disk"
-    cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 4000))
-    assert choose_location("auto", 400, cuda) == "device"
-    assert choose_location("auto", 401, cuda) == "memory"
-    assert choose_location("auto", 501, cuda) == "disk"
+    assert choose_location("auto", 500, None) == "memory"
+    assert choose_location("auto", 501, None) == "disk"
+    assert choose_location("auto", 400, 1000) == "device"
+    assert choose_location("auto", 401, 1000) == "memory"
+    assert choose_location("auto", 501, 1000) == "disk"
     for chosen in ("device", "memory", "disk"):
-        assert choose_location(chosen, 1 << 60, cuda) == chosen
+        assert choose_location(chosen, 1 << 60, 1000) == chosen
+
+
+def test_free_memory_is_asked_of_a_device_that_has_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 4000))
+    assert activations.free_device_bytes(torch.device("cuda", 0)) == 1000
+    assert activations.free_device_bytes(CPU) is None
 
 
 def test_available_host_bytes_is_what_the_kernel_says():
@@ -95,10 +100,17 @@ def test_available_host_bytes_is_what_the_kernel_says():
 def test_unit_samples_are_whole_batches_of_a_split(tmp_path):
     inputs, targets = (filled("memory", torch.float32, tmp_path) for _ in range(2))
     targets.write(slice(0, 7), torch.arange(7.0).view(7, 1, 1).expand(SHAPE))
-    samples = UnitSamples(inputs, targets, range(4, 7))
+    samples = UnitSamples([inputs, targets], range(4, 7), Staging(CPU))
     assert len(samples) == 3
-    assert samples.device == CPU
-    given, wanted = samples.__getitems__([2, 0])
-    assert torch.equal(given, inputs.rows([6, 4]))
+    (given, wanted), (_, other) = samples.batches([[2, 0], [1]])
+    assert torch.equal(given, inputs.data[[6, 4]])
     assert wanted[:, 0, 0].tolist() == [6.0, 4.0]
-    assert samples[1][1][0, 0, 0] == 5.0
+    assert other[:, 0, 0].tolist() == [5.0]
+
+
+def test_unit_samples_do_not_keep_closed_stores(tmp_path):
+    """The data module still has the samples of the last unit when the next pass over the model opens its stores."""
+    store = filled("memory", torch.float32, tmp_path)
+    samples = UnitSamples([store], range(4, 7), Staging(CPU))
+    store.close()
+    assert all(source.nbytes == 0 for source in samples.sources)

@@ -1,0 +1,136 @@
+"""The commands that look ahead: `plan`, `rehearse`, and the check that `fit` makes before it loads anything."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+from rich import get_console
+
+from gsq_module import rehearsal
+from gsq_module.atomic import write_atomically
+from gsq_module.commands import Run
+from gsq_module.memory.plan import CONTEXT_BYTES, MemoryPlan
+from gsq_module.memory.plan_report import as_dict, parse_bytes, remedies, render, verdict
+from gsq_module.memory.statistics import format_bytes
+from gsq_module.planning import plan_run, strategy_name
+from gsq_module.rehearsal import Rehearsed
+from gsq_module.streaming import source
+from gsq_module.streaming.model import StreamedModel
+from gsq_module.streaming.synthetic import SyntheticCheckpoint
+from gsq_module.streaming.tree import meta_model
+
+logger = logging.getLogger(__name__)
+
+
+def _config_folder(run: Run) -> Path:
+    return source.fetch_config(run.recipe.path, run.recipe.gguf_file, run.directory.source)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What is free for a process that has not touched the device yet."""
+    free, _ = torch.cuda.mem_get_info(device)
+    # The question itself has made this process's context.
+    return free + CONTEXT_BYTES + torch.cuda.memory_reserved(device)
+
+
+def make_plan(run: Run, device: torch.device, free_bytes: int | None) -> MemoryPlan:
+    """The plan of a run on a device with this much free memory."""
+    return plan_run(
+        _config_folder(run), run.recipe, run.data, device, free_bytes, run.trainer.world_size,
+        strategy_name(run.trainer), run.reload_max_gib,
+    )  # fmt: skip
+
+
+def plan(run: Run, memory: str | None, json_file: str | None) -> MemoryPlan:
+    """Print the plan and its verdict.
+
+    Args:
+        run: Checked by `check_recipe`.
+        memory: Free memory to plan for; None for that of this machine's GPU.
+        json_file: Where to write the plan, too.
+
+    Raises:
+        ValueError: No memory is given, and there is no GPU to ask.
+    """
+    device = run.device if run.device.type == "cuda" else torch.device("cuda")
+    if memory is not None:
+        free = parse_bytes(memory)
+    elif torch.cuda.is_available():
+        free = _free_bytes(device)
+    else:
+        raise ValueError("--memory: there is no GPU here to ask; say what the card has free, such as --memory 12GiB")
+    made = make_plan(run, device, free)
+    get_console().print(render(made, free))
+    print(f"{format_bytes(free)} free: {verdict(made, free)[1]}")
+    for remedy in remedies(made):
+        print(f"  {remedy}")
+    if json_file is not None:
+        write_atomically(Path(json_file), json.dumps(as_dict(made, free), indent=1).encode())
+    return made
+
+
+def check_memory(run: Run, refuse: bool) -> None:
+    """Plan a run on a GPU, let reports know the plan, and refuse what cannot fit.
+
+    Args:
+        run: Checked by `check_recipe`.
+        refuse: Whether to; otherwise it is only said.
+
+    Raises:
+        ValueError: It does not fit.
+    """
+    if run.device.type != "cuda":
+        return
+    free = _free_bytes(run.device)
+    try:
+        made = make_plan(run, run.device, free)
+    except (ValueError, FileNotFoundError):
+        raise
+    except Exception:
+        # A model whose blocks cannot be run on tensors without data is quantized all the same.
+        logger.warning("no memory plan can be made for this model", exc_info=True)
+        return
+    run.follow(made)
+    fits, text = verdict(made, free)
+    if fits:
+        run.say(f"memory plan: {text}")
+        return
+    advice = "".join(f"\n  {remedy}" for remedy in remedies(made))
+    message = f"the run {text} ({format_bytes(free)} are free on {run.device})."
+    message += f" What would lower it:{advice}" if advice else ""
+    if refuse:
+        raise ValueError(f"{message}\nTo try all the same: --check_memory false")
+    logger.warning("%s", message)
+
+
+def rehearse(run: Run, json_file: str | None) -> list[Rehearsed]:
+    """Rehearse and print what came of it.
+
+    Args:
+        run: Checked by `check_recipe`.
+        json_file: Where to write the result, too.
+    """
+    folder = _config_folder(run)
+    free = _free_bytes(run.device) if run.device.type == "cuda" else None
+    made = make_plan(run, run.device, free)
+    tree = meta_model(folder)
+    model = StreamedModel(tree, SyntheticCheckpoint(folder, tree), run.device, run.dtype)
+    run.progress.begin_run(len(made.blocks) * len(run.recipe.units), 0)
+    try:
+        found = rehearsal.rehearse(
+            run.trainer, run.recipe, run.data, model, made, list(run.clock.listeners), run.directory.path / "rehearsal"
+        )
+    finally:
+        run.progress.end_run()
+    get_console().print(rehearsal.render(found))
+    result = rehearsal.as_dict(found)
+    peaks = [row.device_used for row in found if row.device_used is not None]
+    print(f"whole run, estimated: {result['hours']:.2f} hours; host peak here: {format_bytes(result['host_peak'])}")
+    if peaks and free is not None:
+        print(f"highest use of the device: {format_bytes(max(peaks))}, {format_bytes(free - max(peaks))} to spare")
+    if json_file is not None:
+        write_atomically(Path(json_file), json.dumps(result, indent=1).encode())
+    return found

@@ -1,0 +1,307 @@
+"""What `recipes/run.py doctor` tells of the machine: all that one asks first where memory or an installation fails."""
+
+from __future__ import annotations
+
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from huggingface_hub.constants import HF_HUB_CACHE
+from rich.table import Table
+from rich.text import Text
+
+import gsq_module
+from gsq_module.memory.allocator import setting_in_force
+from gsq_module.memory.statistics import GIB, format_bytes
+
+T = TypeVar("T")
+
+PACKAGES = ("torch", "triton", "lightning", "transformers", "compressed-tensors")
+
+PIN_TRIALS_MIB = (64, 256)
+
+OTHERS_FRACTION = 0.1
+"""Other processes that hold more than this part of a GPU are warned of."""
+
+SMALL_SHM = GIB
+"""A smaller /dev/shm is warned of, in bytes. Docker gives a container 64 MiB where nobody says otherwise."""
+
+
+def diagnose(run_dir: str | Path) -> dict[str, Any]:
+    """Everything the doctor knows, ready for JSON.
+
+    A query that fails leaves `unavailable (reason)` in its place; sizes are in bytes, under keys that end in `_bytes`.
+
+    Args:
+        run_dir: The run directory one means to use; it need not exist.
+
+    Returns:
+        `versions`, `system`, `driver`, `gpus` (a list, or why there is none), `allocator`, `pinned_memory`, `disk` and
+        `warnings` (what is likely to bite, as sentences).
+    """
+    # nvidia-smi first: once torch has started CUDA, its own context counts as used.
+    driver = _driver()
+    seen = driver["memory"]
+    report: dict[str, Any] = {
+        "versions": _versions(),
+        "system": _system(),
+        "driver": {"version": driver["version"], "gpus_seen": seen if isinstance(seen, str) else len(seen)},
+        "gpus": _gpus(driver),
+        "allocator": asdict(setting_in_force()),
+        "pinned_memory": _pinned_memory(),
+        "disk": _disk(Path(run_dir)),
+    }
+    report["warnings"] = find_warnings(report)
+    return report
+
+
+def ask(query: Callable[[], T]) -> T | str:
+    """What `query` returns; where it raises, `unavailable (reason)`."""
+    try:
+        return query()
+    except Exception as error:
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        return f"unavailable ({type(error).__name__}{': ' if first_line else ''}{first_line})"
+
+
+# --- queries ---------------------------------------------------------------------------------------------------------
+
+
+def _versions() -> dict[str, Any]:
+    versions: dict[str, Any] = {"gsq-recipes": gsq_module.__version__, "python": platform.python_version()}
+    versions |= {package: ask(partial(_version_of, package)) for package in PACKAGES}
+    without = None if torch.version.cuda else "unavailable (torch was built without CUDA)"
+    versions["CUDA"] = without or torch.version.cuda
+    versions["cuDNN"] = without or ask(lambda: str(torch.backends.cudnn.version()))
+    versions["NCCL"] = without or ask(lambda: ".".join(map(str, torch.cuda.nccl.version())))
+    return versions
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _system() -> dict[str, Any]:
+    memory = ask(lambda: dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)))
+
+    def size(name: str) -> int | str:
+        return memory if isinstance(memory, str) else ask(lambda: int(memory[name]) * 1024)
+
+    system = {
+        "platform": platform.system(),
+        "kernel": platform.release(),
+        "wsl2": setting_in_force().wsl,
+        "host_memory_bytes": size("MemTotal"),
+        "host_memory_available_bytes": size("MemAvailable"),
+    }
+    # Outside a container, or with cgroups of version 1, there is no such file.
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := ask(lambda: limit.read_text().strip())) != "max":
+        system["container_limit_bytes"] = int(text) if text.isdigit() else text
+    return system
+
+
+def _driver() -> dict[str, Any]:
+    """`version`; `memory` (used and free bytes by GPU) and `processes` (by GPU), by the GPUs' UUIDs."""
+    memory = ask(lambda: {line[0]: line[1:] for line in _nvidia_smi("gpu=uuid,memory.used,memory.free,driver_version")})
+    versions = [] if isinstance(memory, str) else [line[2] for line in memory.values()]
+    return {
+        "version": versions[0] if versions else ask(_driver_version_of_the_kernel),
+        "memory": memory,
+        "processes": ask(lambda: _nvidia_smi("compute-apps=gpu_uuid,pid,used_memory,process_name")),
+    }
+
+
+def _nvidia_smi(query: str) -> list[list[str]]:
+    """Rows of `nvidia-smi --query-<query>`; the last column may hold commas."""
+    command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise OSError((done.stderr or done.stdout).strip() or f"nvidia-smi ended with status {done.returncode}")
+    rows = [line.split(", ", query.count(",")) for line in done.stdout.splitlines() if line.strip()]
+    if any(len(row) <= query.count(",") for row in rows):
+        raise ValueError(f"nvidia-smi printed {done.stdout.strip()}")
+    return rows
+
+
+def _driver_version_of_the_kernel() -> str:
+    text = Path("/proc/driver/nvidia/version").read_text()
+    found = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", text)
+    if found is None:
+        raise ValueError(text)
+    return found[1]
+
+
+def _gpus(driver: Mapping[str, Any]) -> list[dict[str, Any]] | str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = ask(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if isinstance(count, str):
+        return count
+    if not count:
+        # torch says only in a warning that a driver is missing or too old.
+        reason = str(caught[-1].message) if caught else "torch.cuda.is_available() is False"
+        return f"unavailable ({reason if torch.version.cuda else 'torch was built without CUDA'})"
+    return [_gpu(index, driver) for index in range(count)]
+
+
+def _gpu(index: int, driver: Mapping[str, Any]) -> dict[str, Any]:
+    properties: Any = ask(lambda: torch.cuda.get_device_properties(index))
+    if isinstance(properties, str):
+        return {"name": properties}
+    uuid = f"GPU-{properties.uuid}"
+    gpu = {
+        "name": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "total_bytes": properties.total_memory,
+    }
+    mib = 2**20
+    known = None if isinstance(driver["memory"], str) else driver["memory"].get(uuid)
+    if known is not None:
+        gpu["free_bytes"] = ask(lambda: int(known[1]) * mib)
+        gpu["used_by_others_bytes"] = ask(lambda: int(known[0]) * mib)
+    else:
+        gpu["free_bytes"] = ask(lambda: torch.cuda.mem_get_info(index)[0])
+        gpu["used_by_others_bytes"] = "unavailable (nvidia-smi does not know this GPU; free is less CUDA's own context)"
+    if isinstance(driver["processes"], str):
+        gpu["processes"] = driver["processes"]
+    else:
+        gpu["processes"] = [
+            f"{pid} {name}: {used} MiB" for owner, pid, used, name in driver["processes"] if owner == uuid
+        ]
+    return gpu
+
+
+def _pinned_memory() -> dict[str, Any]:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    pinned: dict[str, Any] = {"ulimit_l_bytes": "unlimited" if limit == resource.RLIM_INFINITY else limit}
+    for mib in PIN_TRIALS_MIB:
+        pinned[f"pinning_{mib}_mib"] = ask(partial(_pin, mib))
+    if setting_in_force().wsl:
+        pinned["wsl2"] = "less can be pinned than the host has: a store of 7 GB failed there; pin small buffers only"
+    return pinned
+
+
+def _pin(mib: int) -> str:
+    if not torch.cuda.is_available():
+        return "unavailable (no CUDA device)"
+    torch.empty(mib * 2**20, dtype=torch.uint8, pin_memory=True)
+    return "works"
+
+
+def _disk(run_dir: Path) -> dict[str, Any]:
+    disk: dict[str, Any] = {
+        "shm_total_bytes": ask(lambda: shutil.disk_usage("/dev/shm").total),
+        "shm_free_bytes": ask(lambda: shutil.disk_usage("/dev/shm").free),
+    }
+
+    def add(name: str, find: Callable[[], str | Path]) -> None:
+        disk[name] = ask(lambda: str(Path(find()).absolute()))
+        disk[f"{name}_free_bytes"] = ask(lambda: _free_below(Path(find()).absolute()))
+
+    add("run_dir", lambda: run_dir)
+    add("temporary_files", tempfile.gettempdir)
+    add("hub_cache", lambda: HF_HUB_CACHE)
+    return disk
+
+
+def _free_below(folder: Path) -> int:
+    """Free bytes where `folder` is, or will be."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+
+
+# --- what to make of it ----------------------------------------------------------------------------------------------
+
+
+def find_warnings(report: Mapping[str, Any]) -> list[str]:
+    """What is likely to bite, a sentence each.
+
+    Args:
+        report: As `diagnose` makes it.
+    """
+    found = []
+    gpus = report["gpus"]
+    if isinstance(gpus, str):
+        seen = report["driver"]["gpus_seen"]
+        if isinstance(seen, int) and seen > 0:
+            found.append(
+                f"the driver has {seen} GPU(s) that torch {report['versions']['torch']} cannot use, {gpus}: install a "
+                "build of torch for CUDA that this driver can serve (pytorch.org/get-started)"
+            )
+        gpus = []
+    for index, gpu in enumerate(gpus):
+        total, used = gpu.get("total_bytes"), gpu.get("used_by_others_bytes")
+        if isinstance(total, int) and isinstance(used, int) and used > OTHERS_FRACTION * total:
+            names = "; ".join(gpu["processes"]) if isinstance(gpu["processes"], list) else ""
+            found.append(
+                f"GPU {index}: other processes hold {format_bytes(used)} of {format_bytes(total)}"
+                f"{f' ({names})' if names else ''}: end them, or count on what is free"
+            )
+    if gpus and report["versions"]["triton"] == "not installed":
+        found.append(
+            "triton is not installed: the optimizer takes the slower path without fused kernels; CUDA builds of torch "
+            "bring it, otherwise: pip install triton"
+        )
+    allocator = report["allocator"]
+    if allocator["wsl"] and allocator["expandable_segments"]:
+        found.append(
+            f"expandable segments are on under WSL2 ({allocator['origin']}): there a lack of memory shows as 'CUDA "
+            "driver error: device not ready'; unset the variable, or say expandable_segments:False"
+        )
+    for key, value in report["pinned_memory"].items():
+        if gpus and key.startswith("pinning_") and value != "works":
+            found.append(f"{key.replace('_', ' ')} failed, {value}: turn it off with --data.pin_memory false")
+    shm = report["disk"]["shm_total_bytes"]
+    if isinstance(shm, int) and shm < SMALL_SHM:
+        found.append(
+            f"/dev/shm has {format_bytes(shm)}: workers of data loaders and NCCL may end in 'Bus error'; in Docker: "
+            "--shm-size=2g or --ipc=host"
+        )
+    return found
+
+
+def render(report: Mapping[str, Any]) -> Table:
+    """The report as a table, without its warnings.
+
+    Args:
+        report: As `diagnose` makes it.
+    """
+    table = Table.grid(padding=(0, 2))
+    for _ in ("section", "label", "text"):
+        table.add_column(overflow="fold")  # a value cut short would be no use in a bug report
+    for section, content in report.items():
+        if section == "warnings":
+            continue
+        heading = section.replace("_", " ")
+        for label, text in _rows("", content) or [("", "none")]:
+            table.add_row(Text(heading, style="bold"), label, Text(text))
+            heading = ""
+    return table
+
+
+def _rows(label: str, value: Any) -> list[tuple[str, str]]:
+    """Label and text of everything in `value`."""
+    if isinstance(value, Mapping):
+        return [row for key, item in value.items() for row in _rows(f"{label} {key}".strip(), item)]
+    if isinstance(value, list):
+        return [row for index, item in enumerate(value) for row in _rows(f"{label} {index}".strip(), item)]
+    name = label.removesuffix("_bytes").replace("_", " ")
+    if label.endswith("_bytes") and isinstance(value, int):
+        return [(name, format_bytes(value))]
+    if isinstance(value, bool):
+        return [(name, "yes" if value else "no")]
+    return [(name, str(value) if value != "" else "-")]

@@ -1,0 +1,378 @@
+"""The memory plan: what each stage of a run will hold at its highest, from sizes alone.
+
+Every term is a formula here, named after what it counts. Only the working sets of a block's and a unit's forward and
+backward passes come from outside (planning.py runs them on tensors without data). Bytes throughout.
+
+What no formula knows is in the constants below, each with where it was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+MIB = 2**20
+
+CONTEXT_BYTES = 520 * MIB
+"""CUDA context and kernels of a process."""
+CUBLAS_BYTES = 64 * MIB
+"""Workspaces that cuBLAS and cuBLASLt keep in torch's allocator, once a matrix product has run."""
+NCCL_BYTES = 640 * MIB
+"""NCCL's buffers of one rank (field-notes.md: 0.5-0.7 GiB on PCIe cards)."""
+FRAGMENT_FRACTION = 0.03
+"""What the caching allocator reserves beyond what it hands out, of the peak."""
+CHUNK_BYTES = 4 * 64 * MIB
+"""Temporaries of a row chunk while logits are set up (relaxation.MAX_TEMPORARY_BYTES each)."""
+HEAD_TOKENS = 512
+"""Positions whose logits are computed at once (evaluation.HEAD_TOKENS)."""
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """One unit's sizes.
+
+    Attributes:
+        kind: `attention` or `mlp`.
+        linears: `(out_features, in_features)` of each quantized linear.
+        hessians: in_features of each Hessian: linears with the same input share one.
+        nbytes: Weights and buffers of the whole unit in the compute dtype.
+        training: Working set of a later microbatch's forward and backward pass, gradients of weights not counted.
+        validation: Working set of a microbatch's forward pass without gradients.
+    """
+
+    kind: str
+    linears: tuple[tuple[int, int], ...]
+    hessians: tuple[int, ...]
+    nbytes: int
+    training: int
+    validation: int
+
+    @property
+    def weights(self) -> int:
+        return sum(rows * cols for rows, cols in self.linears)
+
+    @property
+    def largest(self) -> int:
+        return max(rows * cols for rows, cols in self.linears)
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """One kind of block.
+
+    Attributes:
+        indices: The blocks of this kind.
+        nbytes: Weights and buffers in the compute dtype.
+        calls: Tensors that the model passes to every block beside the hidden states, all batch sizes.
+        forward: Working set of one pass of `forward_batch` sequences.
+        units: Its quantized units in order.
+    """
+
+    indices: tuple[int, ...]
+    nbytes: int
+    calls: int
+    forward: int
+    units: tuple[UnitShape, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """The sizes of a run that do not depend on the block.
+
+    Attributes:
+        hidden_size: Of a hidden state.
+        itemsize: Of the compute dtype.
+        store_itemsize: Of a stored hidden state.
+        vocabulary_bytes: Embedding and whatever else stands before the blocks.
+        head_bytes: What stands behind them: the last norm and the head.
+        vocabulary: Its size.
+        seq_len: Tokens of a calibration sequence.
+        evaluation_seq_len: Tokens of an evaluation sequence.
+        microbatch: Sequences of a device's microbatch.
+        shares_batch: Whether that is the device's whole share of a batch, and so smaller on more devices.
+        forward_batch: Sequences at once outside refinement.
+        samples: Training, validation and GPTQ sequences together.
+        evaluation_samples: Sequences of all evaluation texts.
+        candidates: Candidates of the relaxation.
+        windowed: Whether they differ from weight to weight.
+        group_size: Weights that share a scale.
+        logit_itemsize: Of logits and momentum.
+        storage_bits: Bits a code takes in the export.
+        gptq: Whether the initializer is GPTQ.
+        original_stream: Whether targets come from the original stream.
+        cached: Whether a unit's inputs and targets are cached.
+        store: Where hidden states live: `device`, `memory` or `disk`.
+        world_size: Processes that share a run.
+        strategy: `single`, `ddp` or `sharded`.
+        model_bytes: All weights in the compute dtype, tied ones once.
+        reload: Whether the export is also loaded whole.
+        float_bytes: Weights that stay in float, in the export's dtype.
+    """
+
+    hidden_size: int
+    itemsize: int
+    store_itemsize: int
+    vocabulary_bytes: int
+    head_bytes: int
+    vocabulary: int
+    seq_len: int
+    evaluation_seq_len: int
+    microbatch: int
+    shares_batch: bool
+    forward_batch: int
+    samples: int
+    evaluation_samples: int
+    candidates: int
+    windowed: bool
+    group_size: int
+    logit_itemsize: int
+    storage_bits: int
+    gptq: bool
+    original_stream: bool
+    cached: bool
+    store: str
+    world_size: int
+    strategy: str
+    model_bytes: int
+    reload: bool
+    float_bytes: int
+
+
+Terms = dict[str, int]
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage's predicted peak.
+
+    Attributes:
+        stage: Its name, as the StageClock has it.
+        block: Index of the first block it is meant for, None outside the block loop.
+        unit: Kind of the unit, None where the stage is the whole block's.
+        terms: Bytes on the device by what they are for, at the highest moment.
+    """
+
+    stage: str
+    block: int | None
+    unit: str | None
+    terms: Terms
+
+    @property
+    def allocated(self) -> int:
+        """Peak bytes of tensors."""
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Predicted peaks of a run on one rank.
+
+    Attributes:
+        job: Sizes of the run.
+        blocks: Its kinds of block.
+    """
+
+    job: Job
+    blocks: tuple[BlockShape, ...]
+    stages: tuple[StagePlan, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(self._stages()))
+
+    # --- what others ask ---------------------------------------------------------------------------------------------
+
+    def predicted(self, stage: str, block: int | None, unit: str | None) -> int | None:
+        """Peak allocated bytes of a stage on this rank's device; None where the plan does not know it."""
+        first = next((kind.indices[0] for kind in self.blocks if block in kind.indices), None)
+        for plan in self.stages:
+            if plan.stage == stage and plan.block in (None, first) and plan.unit in (None, unit):
+                return plan.allocated
+        return None
+
+    @property
+    def tightest(self) -> StagePlan:
+        return max(self.stages, key=lambda plan: plan.allocated)
+
+    def device_bytes(self, allocated: int) -> int:
+        """What the device must have free for a peak of allocated bytes: context, NCCL and fragments included."""
+        return int(allocated * (1 + FRAGMENT_FRACTION)) + self.overhead
+
+    @property
+    def overhead(self) -> int:
+        """Bytes of the device that a rank takes beside its tensors."""
+        return CONTEXT_BYTES + (NCCL_BYTES if self.job.world_size > 1 else 0)
+
+    @property
+    def needed(self) -> int:
+        """Free bytes of the device that the run needs."""
+        return self.device_bytes(self.tightest.allocated)
+
+    @property
+    def host_bytes(self) -> int:
+        """Peak host memory of this rank beside Python, torch and CUDA: stores, the largest block as read, codes."""
+        block = max(kind.nbytes for kind in self.blocks)
+        codes = 2 * max(unit.weights for kind in self.blocks for unit in kind.units)
+        stores = self.store_bytes if self.job.store == "memory" else 0
+        pinned = 5 * self._hidden(max(self.job.forward_batch, self.job.microbatch) * self.job.seq_len)
+        return block + codes + stores + pinned + max(self.job.vocabulary_bytes, self.job.head_bytes)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Disk of the run directory: unit shards, export, hidden states stored as files."""
+        weights = sum(unit.weights * len(kind.indices) for kind in self.blocks for unit in kind.units)
+        scales = weights // self.job.group_size * 2
+        shards = weights * self.job.storage_bits // 8 + scales
+        return 2 * shards + self.job.float_bytes + (self.store_bytes if self.job.store == "disk" else 0)
+
+    def remedies(self, stage: str) -> list[tuple[str, int]]:
+        """Changes of the recipe that lower a stage's peak, and the bytes each saves, in order of gain."""
+        now = max((plan.allocated for plan in self.stages if plan.stage == stage), default=0)
+        found = []
+        for text, changed in self._changes():
+            then = max((plan.allocated for plan in changed.stages if plan.stage == stage), default=0)
+            if then < now:
+                found.append((text, now - then))
+        return sorted(found, key=lambda remedy: -remedy[1])
+
+    def _changes(self) -> Iterator[tuple[str, MemoryPlan]]:
+        job = self.job
+        if job.microbatch > 1:
+            yield "--data.microbatch_size 1", self.changed(microbatch=1)
+        if job.forward_batch > 1:
+            yield "--data.forward_batch_size 1", self.changed(forward_batch=1)
+        if job.store == "device":
+            yield "--model.store memory", self.changed(store="memory")
+        if job.cached and job.original_stream:
+            yield "--model.targets recomputed", self.changed(cached=False)
+        if not job.cached and not job.original_stream:
+            yield "--model.targets cached", self.changed(cached=True)
+        if job.logit_itemsize > 2:
+            yield "--model.refinement.logit_dtype bfloat16", self.changed(logit_itemsize=2)
+        if job.gptq:
+            yield "--model.initializer rtn (less accurate)", self.changed(gptq=False)
+        if job.reload:
+            yield "--reload_max_gib 0", self.changed(reload=False)
+        if job.candidates > 4:
+            yield "--model.bits 2 (fewer candidates; another result)", self.changed(candidates=4, windowed=False)
+
+    def changed(self, **changes: Any) -> MemoryPlan:
+        """The plan of a changed job; working sets are in proportion to the sequences they are for."""
+        job = replace(self.job, **changes)
+        training, forward = job.microbatch / self.job.microbatch, job.forward_batch / self.job.forward_batch
+        blocks = tuple(
+            replace(
+                kind,
+                forward=int(kind.forward * forward),
+                units=tuple(
+                    replace(unit, training=int(unit.training * training), validation=int(unit.validation * training))
+                    for unit in kind.units
+                ),
+            )
+            for kind in self.blocks
+        )
+        return MemoryPlan(job, blocks)
+
+    # --- the stages --------------------------------------------------------------------------------------------------
+
+    def _stages(self) -> Iterator[StagePlan]:
+        job = self.job
+        forward_tokens = job.forward_batch * job.seq_len
+        hidden = self._hidden(forward_tokens)
+        yield StagePlan(
+            "embed", None, None,
+            {"embedding": job.vocabulary_bytes, "hidden states": 3 * hidden, "stores": self._on_device()},
+        )  # fmt: skip
+        for kind in self.blocks:
+            yield from self._block_stages(kind, hidden, forward_tokens)
+        largest = max(self.blocks, key=lambda kind: kind.nbytes + kind.forward)
+        evaluation = job.evaluation_seq_len / job.seq_len
+        tokens = min(HEAD_TOKENS, job.evaluation_seq_len)
+        pieces = [
+            {"block": largest.nbytes, "working set": int(largest.forward * min(1.0, evaluation)), "hidden": 4 * hidden},
+            # logits in the compute dtype and float32, and the metric's probabilities
+            {"head": job.head_bytes, "logits": tokens * job.vocabulary * (job.itemsize + 2 * FLOAT32)},
+            {"embedding": job.vocabulary_bytes, "hidden states": 3 * hidden},
+        ]
+        yield StagePlan("evaluate", None, None, self._highest(pieces))
+        if job.reload:
+            logits = job.evaluation_seq_len * job.vocabulary * (job.itemsize + 2 * FLOAT32)
+            yield StagePlan("reload", None, None, {"model": job.model_bytes, "logits": logits, "cuBLAS": CUBLAS_BYTES})
+
+    def _block_stages(self, kind: BlockShape, hidden: int, forward_tokens: int) -> Iterator[StagePlan]:
+        job, index = self.job, kind.indices[0]
+        resident = {
+            "block": kind.nbytes, "calls": kind.calls, "stores": self._on_device(), "cuBLAS": CUBLAS_BYTES
+        }  # fmt: skip
+        # One batch at work, the next one on its way.
+        reading = 0 if job.store == "device" else 2 * hidden
+        passing = resident | {"working set": kind.forward, "batches under way": reading + hidden}
+        if job.original_stream:
+            yield StagePlan("original", index, None, passing)
+        done = 0
+        for unit in kind.units:
+            scales = 2 * FLOAT32 * unit.weights // job.group_size
+            hessians = sum(FLOAT32 * n * n for n in unit.hessians) if job.gptq else 0
+            # goal, residual, target and its square
+            targets = 4 * FLOAT32 * forward_tokens * job.hidden_size
+            pieces = [passing | {"targets": targets}, passing | {"Hessians": hessians}]
+            yield StagePlan("capture", index, unit.kind, self._highest(pieces))
+            yield StagePlan("initialize", index, unit.kind, resident | self._solve(unit, hessians))
+            microbatch = self._hidden(job.microbatch * job.seq_len)
+            copies = 2 if job.store == "device" else 4
+            share = job.world_size if job.strategy == "sharded" else 1
+            state = {
+                "logits and momentum": 2 * job.candidates * job.logit_itemsize * unit.weights // share,
+                "candidates": unit.weights // share if job.windowed else 0,
+                "scales": scales // share,
+            }
+            gradient = {"gradient": job.itemsize * unit.weights}
+            if job.strategy == "sharded":
+                gradient["sharded weight and gradient"] = 2 * job.itemsize * unit.weights // share
+            frozen = {} if job.cached or job.original_stream else {"original unit": unit.nbytes}
+            batch = {"microbatches": copies * microbatch}
+            pieces = [
+                state | gradient | batch | {"working set": unit.training},
+                # the first sample is drawn, or hard weights are made
+                state | {"codes": unit.largest, "row chunks": CHUNK_BYTES},
+                {"hard weights": unit.largest * (1 + 2 * job.itemsize), "working set": unit.validation} | batch,
+            ]
+            yield StagePlan("refine", index, unit.kind, resident | frozen | self._highest(pieces))
+            done += unit.weights
+        yield StagePlan("propagate", index, None, passing)
+
+    def _solve(self, unit: UnitShape, hessians: int) -> Terms:
+        """The highest moment of a unit's initial codes, one linear after the other."""
+        job = self.job
+        finished = unit.weights + 2 * unit.weights // job.group_size
+        pieces: list[Terms] = []
+        for rows, cols in unit.linears:
+            size = rows * cols
+            if not job.gptq:
+                # float32 copy; the rounded codes in float32 and, at the end, in int8
+                pieces.append({"weight": FLOAT32 * size, "codes in float32": 2 * FLOAT32 * size})
+                continue
+            square = FLOAT32 * cols * cols
+            pieces.append({"factorization": 2 * square})
+            # two float32 copies: the second is the result of a comparison or a conversion
+            pieces.append({"factor": square, "weight": FLOAT32 * size, "codes": size})
+        return {"Hessians": hessians, "codes of the unit": finished} | self._highest(pieces)
+
+    def _hidden(self, tokens: int) -> int:
+        return tokens * self.job.hidden_size * self.job.itemsize
+
+    @property
+    def store_bytes(self) -> int:
+        """Hidden states of all samples: the quantized stream; inputs and targets or the residual; goals."""
+        job = self.job
+        units = max(len(kind.units) for kind in self.blocks)
+        count = (3 if job.cached else 2) + (units if job.original_stream else 0)
+        return count * job.samples * job.seq_len * job.hidden_size * job.store_itemsize
+
+    def _on_device(self) -> int:
+        return self.store_bytes if self.job.store == "device" else 0
+
+    @staticmethod
+    def _highest(pieces: list[Terms]) -> Terms:
+        return max(pieces, key=lambda terms: sum(terms.values()))

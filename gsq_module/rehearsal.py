@@ -1,0 +1,202 @@
+"""A rehearsal: one block of each kind through every stage, with the recipe's settings and made-up weights and text."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from rich.table import Table
+from typing_extensions import override
+
+from gsq_module.data.module import CalibrationData
+from gsq_module.data.samples import Samples
+from gsq_module.evaluation import streamed_perplexity
+from gsq_module.memory.plan import MemoryPlan
+from gsq_module.memory.stages import Stage, StageClock, StageListener
+from gsq_module.memory.statistics import DeviceMemory, format_bytes, host_peak_bytes
+from gsq_module.module import GSQModule
+from gsq_module.pipeline import BlockLoop
+from gsq_module.refinement import UnitRefiner
+from gsq_module.run_directory import UnitShards
+from gsq_module.streaming.model import StreamedModel
+
+STEPS = 6
+"""Optimizer steps of a rehearsed unit; the first compiles kernels, the others are timed."""
+
+
+@dataclass
+class Rehearsed:
+    """One stage as it was measured.
+
+    Attributes:
+        stage: Its name.
+        block: Index of the block.
+        unit: Kind of the unit.
+        seconds: What it took here.
+        allocated: Peak bytes of tensors on the device; None on a CPU.
+        device_used: Bytes in use on the whole device at the stage's highest reserved memory; None on a CPU.
+        predicted: What the plan says of `allocated`.
+        full_seconds: What the real run will take for all blocks of the kind.
+    """
+
+    stage: str
+    block: int | None
+    unit: str | None
+    seconds: float
+    allocated: int | None
+    device_used: int | None
+    predicted: int | None
+    full_seconds: float
+
+
+class _Watch(Callback, StageListener):
+    """Notes the stages, and the seconds of each optimizer step."""
+
+    def __init__(self) -> None:
+        self.stages: list[tuple[Stage, float, DeviceMemory | None]] = []
+        self.steps: list[float] = []
+        self.step_seconds: dict[tuple[int | None, str | None], float] = {}
+        self._began: float | None = None
+        self._last_step = -1
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        if trainer.global_step == self._last_step:
+            return
+        self._last_step = trainer.global_step
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(trainer.strategy.root_device)
+        now = time.perf_counter()
+        if self._began is not None:
+            self.steps.append(now - self._began)
+        self._began = now
+
+    @override
+    def on_stage_start(self, stage: Stage) -> None:
+        self._began = None
+        self.steps = []
+
+    @override
+    def on_stage_end(self, stage: Stage, seconds: float, memory: DeviceMemory | None) -> None:
+        self.stages.append((stage, seconds, memory))
+        if self.steps:
+            self.step_seconds[stage.block, stage.unit] = statistics.median(self.steps)
+
+
+def rehearse(
+    trainer: Trainer,
+    recipe: GSQModule,
+    data: CalibrationData,
+    model: StreamedModel,
+    plan: MemoryPlan,
+    listeners: list[StageListener],
+    folder: Path,
+) -> list[Rehearsed]:
+    """Run one block of each kind of the plan.
+
+    Args:
+        trainer: The recipe's.
+        recipe: The `model` section.
+        data: The `data` section; its texts are not read.
+        model: Of synthetic weights, on the device.
+        plan: Of the real run.
+        listeners: Told of the stages, the trainer's own callbacks among them.
+        folder: For shards and hidden states; emptied before and after.
+
+    Returns:
+        Every stage in the order it ran.
+    """
+    job = plan.job
+    shutil.rmtree(folder, ignore_errors=True)
+    watch = _Watch()
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks.append(watch)
+    clock = StageClock(model.device, [*listeners, watch])
+    random = torch.Generator().manual_seed(0)
+
+    def text(rows: int, length: int) -> torch.Tensor:
+        return torch.randint(job.vocabulary, (rows, length), generator=random)
+
+    parts = (max(data.batch_size, job.forward_batch), 2 * job.microbatch * job.world_size, 2 * job.forward_batch)
+    samples = Samples.of(*(text(rows, job.seq_len) for rows in parts))
+    indices = [kind.indices[0] for kind in plan.blocks]
+    loop = BlockLoop(
+        recipe, model, samples, job.forward_batch, {job.microbatch}, clock, folder / "activations", recipe.target,
+        STEPS, pin_memory=data.pin_memory, indices=indices,
+    )  # fmt: skip
+    try:
+        loop.run(UnitShards(folder / "units", recipe.grid), UnitRefiner(trainer, recipe, data))
+        with clock.stage("evaluate"):
+            texts = {"rehearsal": text(1, job.evaluation_seq_len)}
+            streamed_perplexity(model, texts, 1, folder / "activations", None, data.pin_memory, indices)
+    finally:
+        callbacks.remove(watch)
+        shutil.rmtree(folder, ignore_errors=True)
+    return _summarize(watch, plan, recipe, data, len(samples.tokens))
+
+
+def _summarize(watch: _Watch, plan: MemoryPlan, recipe: GSQModule, data: CalibrationData, rows: int) -> list[Rehearsed]:
+    steps = recipe.refinement.epochs * (data.train_samples // data.batch_size)
+    passes = 2 if recipe.measure_initial and recipe.refinement.epochs else 1
+    found = []
+    for stage, seconds, memory in watch.stages:
+        count = next((len(kind.indices) for kind in plan.blocks if stage.block in kind.indices), 1)
+        if stage.name == "refine":
+            per_step = watch.step_seconds.get((stage.block, stage.unit), 0.0)
+            full = max(0.0, seconds - STEPS * per_step) + steps * per_step
+        elif stage.name == "initialize":
+            full = seconds * passes
+        elif stage.name == "evaluate":
+            share = sum(len(kind.indices) for kind in plan.blocks) / len(plan.blocks)
+            full = seconds * plan.job.evaluation_samples * share * (passes + 2)
+        else:
+            full = seconds * plan.job.samples / rows * passes
+        found.append(
+            Rehearsed(
+                stage.name, stage.block, stage.unit, seconds,
+                None if memory is None else memory.peak_allocated,
+                None if memory is None else memory.device_total - memory.margin,
+                plan.predicted(stage.name, stage.block, stage.unit), full * count,
+            )
+        )  # fmt: skip
+    return found
+
+
+def render(found: list[Rehearsed]) -> Table:
+    """The table for the terminal."""
+    table = Table(title="Rehearsal: one block of each kind")
+    for name in ("stage", "predicted", "measured", "ratio", "device", "seconds", "whole run"):
+        table.add_column(name, justify="left" if name == "stage" else "right")
+    for row in found:
+        where = "".join(
+            f", {part}" for part in (f"block {row.block}" if row.block is not None else "", row.unit) if part
+        )
+        ratio = f"{row.predicted / row.allocated:.3f}" if row.predicted and row.allocated else "-"
+        sizes = [format_bytes(n) if n is not None else "-" for n in (row.predicted, row.allocated, row.device_used)]
+        table.add_row(
+            row.stage + where,
+            sizes[0],
+            sizes[1],
+            ratio,
+            sizes[2],
+            f"{row.seconds:.2f}",
+            f"{row.full_seconds / 60:.1f} min",
+        )
+    return table
+
+
+def as_dict(found: list[Rehearsed]) -> Mapping[str, Any]:
+    """For JSON: bytes and seconds."""
+    return {
+        "stages": [vars(row) for row in found],
+        "hours": sum(row.full_seconds for row in found) / 3600,
+        "host_peak": host_peak_bytes(),
+    }

@@ -1,0 +1,56 @@
+"""A checkpoint that is only a config.json: its weights are made up when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gsq_module.streaming.checkpoint import Checkpoint
+from gsq_module.streaming.tree import meta_model
+
+
+class SyntheticCheckpoint(Checkpoint):
+    """Random weights of a model's real geometry, for plans and rehearsals. Under FakeTensorMode they take no memory.
+
+    Args:
+        directory: Folder of the config.json.
+        model: Its module tree on the meta device; made of the config.json where it is not given.
+        dtype: Of the weights.
+    """
+
+    def __init__(self, directory: str | Path, model: nn.Module | None = None, dtype: torch.dtype | None = None) -> None:
+        self.directory = Path(directory)
+        tree = model if model is not None else meta_model(self.directory)
+        self._dtype = dtype or getattr(getattr(tree, "config", None), "dtype", None) or torch.bfloat16
+        self._shapes = {name: tuple(value.shape) for name, value in tree.state_dict().items()}
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def files(self) -> list[str]:
+        return []
+
+    def names_in(self, file: str) -> list[str]:
+        return []
+
+    def tensor(self, name: str) -> Tensor:
+        """Normal numbers, small enough for hidden states of ordinary size; norms' weights are ones."""
+        shape = self._shapes[name]
+        if len(shape) < 2:
+            return torch.ones(shape, dtype=self._dtype)
+        return torch.empty(shape, dtype=self._dtype).normal_(std=0.02)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        return {name: self.tensor(name) for name in names}
+
+    def dtype(self) -> torch.dtype:
+        return self._dtype
