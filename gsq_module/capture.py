@@ -49,7 +49,8 @@ class BlockPasses:
     Attributes:
         recipe: The module, for its settings.
         model: The streamed model.
-        block: Its loaded block.
+        index: Of the block.
+        block: The loaded block.
         calls: How the model calls the block, by batch size.
         samples: Calibration rows.
         batch_size: Samples that go through the block at once.
@@ -60,6 +61,7 @@ class BlockPasses:
 
     recipe: GSQModule
     model: StreamedModel
+    index: int
     block: nn.Module
     calls: dict[int, BlockCall]
     samples: Samples
@@ -138,14 +140,18 @@ class BlockPasses:
     @torch.no_grad()
     def student(self, unit: Unit, sizes: set[int]) -> Branch:
         """The unit as a module of its own, for microbatches of these sizes."""
-        calls = {}
-        for size in sizes:
-            # Rows may repeat: only the shapes matter here.
-            hidden = self._hidden("quantized", [row % len(self.samples.tokens) for row in range(size)])
-            call = catch(self.block, self.calls[size], hidden, unit, with_branch=False).call
-            assert call is not None
-            calls[size] = call
-        return Branch(unit, calls)
+        return Branch(unit, {size: self.unit_call(unit, size) for size in sizes})
+
+    @torch.no_grad()
+    def unit_call(self, unit: Unit, size: int) -> BlockCall:
+        """How the block calls the unit for a microbatch of this size."""
+        if size not in self.calls:
+            self.calls[size] = self.model.record_calls(size, self.samples.tokens.shape[1])[self.index]
+        # Rows may repeat: only the shapes matter here.
+        hidden = self._hidden("quantized", [row % len(self.samples.tokens) for row in range(size)])
+        call = catch(self.block, self.calls[size], hidden, unit, with_branch=False).call
+        assert call is not None
+        return call
 
     def prepare(self, unit: Unit, student: Branch) -> Prepare:
         """What makes inputs and targets of a microbatch of the captured sources."""

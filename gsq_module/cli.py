@@ -41,6 +41,7 @@ FREE_FIELDS = (
     "data.forward_batch_size",
     "data.microbatch_size",
     "data.pin_memory",
+    "model.kernels",
     "model.measure_initial",
     "model.store",
     "model.targets",

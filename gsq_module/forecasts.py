@@ -117,7 +117,7 @@ def rehearse(run: Run, json_file: str | None) -> list[Rehearsed]:
     free = _free_bytes(run.device) if run.device.type == "cuda" else None
     made = make_plan(run, run.device, free)
     tree = meta_model(folder)
-    model = StreamedModel(tree, SyntheticCheckpoint(folder, tree), run.device, run.dtype)
+    model = StreamedModel(tree, SyntheticCheckpoint(folder, tree, run.device), run.device, run.dtype)
     run.progress.begin_run(len(made.blocks) * len(run.recipe.units), 0)
     try:
         found = rehearsal.rehearse(

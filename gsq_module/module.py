@@ -76,6 +76,7 @@ class UnitProblem:
         target_power: Mean square of the training targets, each token with its weight; losses are relative to it.
         total_steps: Optimizer steps of this fit.
         prepare: Makes inputs, targets and token weights `[batch, seq_len]`, if any, of a loader's microbatch.
+        resize: Makes the student ready for microbatches of another size too; None where that cannot be.
     """
 
     student: nn.Module
@@ -84,6 +85,7 @@ class UnitProblem:
     target_power: float
     total_steps: int
     prepare: Prepare = cached_targets
+    resize: Callable[[int], None] | None = None
 
 
 class GSQModule(LightningModule):
@@ -113,6 +115,8 @@ class GSQModule(LightningModule):
             Needs `target: original_stream`.
         measure_initial: Also run the initial quantization alone and report its perplexity. Costs one more pass.
         dtype: What blocks are computed in; `auto` is bfloat16 on CUDA, float32 on a CPU.
+        kernels: `auto`: Triton's on CUDA. `eager`: plain torch everywhere, far slower, for an installation whose Triton
+            does not work. The result is the same up to rounding.
         store: Where hidden states live: `device`, `memory` (host), `disk` (memory-mapped files in run_dir), or `auto`.
         refinement: Steps, learning rates, annealing.
     """
@@ -134,6 +138,7 @@ class GSQModule(LightningModule):
         token_weights: Literal["uniform", "inverse_square"] = "uniform",
         measure_initial: bool = True,
         dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto",
+        kernels: Literal["auto", "eager"] = "auto",
         store: Location = "auto",
         refinement: Refinement = Refinement(),  # noqa: B008 - jsonargparse makes a copy
     ) -> None:
@@ -157,6 +162,7 @@ class GSQModule(LightningModule):
         self.token_weights = token_weights
         self.measure_initial = measure_initial
         self.compute_dtype = dtype
+        self.kernels = kernels
         self.store = store
         self.refinement = refinement
         self.seed = 0
@@ -221,6 +227,7 @@ class GSQModule(LightningModule):
             logit_scale=settings.logit_scale[0],
             seed=self.seed,
             logit_dtype=DTYPES[settings.logit_dtype],
+            fused=self.kernels == "auto",
         )
         for name, weight in self.problem.weights.items():
             start = self.problem.initial[name].to(weight.device)
@@ -249,7 +256,7 @@ class GSQModule(LightningModule):
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         loss = self.relative_error(batch)
         # Lightning copies what is logged about, and reads it where a progress bar wants it: only when it is written.
-        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:
+        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             self.log("train/error", loss.detach())
         return loss
 

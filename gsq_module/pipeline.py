@@ -96,7 +96,7 @@ class BlockLoop:
                 block = self.model.load_block(index)
                 here = {size: calls[size][index] for size in sizes}
                 passes = BlockPasses(
-                    self.recipe, self.model, block, here, samples, self.batch_size, stores, staging, self.target
+                    self.recipe, self.model, index, block, here, samples, self.batch_size, stores, staging, self.target
                 )
                 step = _BlockStep(self, index, passes)
                 step.quantize(shards, refine)
@@ -157,7 +157,12 @@ class _BlockStep:
             weights = {unit.full_name(path): cast(nn.Parameter, linear.weight) for path, linear in unit.linears.items()}
             student = passes.student(unit, self.loop.loader_sizes)
             prepare = passes.prepare(unit, student)
-            problem = UnitProblem(student, weights, initial, captured.power, self.loop.steps, prepare)
+
+            def resize(size: int) -> None:
+                student.calls[size] = passes.unit_call(unit, size)
+                self.loop.loader_sizes.add(size)
+
+            problem = UnitProblem(student, weights, initial, captured.power, self.loop.steps, prepare, resize)
             train, validation = (
                 UnitSamples(captured.sources, part, passes.staging) for part in self.loop.samples.fitted
             )
@@ -173,7 +178,8 @@ class _BlockStep:
             codes_changed=outcome.codes_changed,
             steps=outcome.steps,
             seconds=outcome.seconds,
-            notes={unit.full_name(path): start.note for path, start in starts.items() if start.note},
+            notes={unit.full_name(path): start.note for path, start in starts.items() if start.note}
+            | ({unit.name: outcome.note} if outcome.note else {}),
         )
         return result, outcome.weights
 
@@ -181,13 +187,15 @@ class _BlockStep:
         """Initial codes and scales of one linear, in host memory: the device needs the room for the refinement."""
         recipe, linear = self.loop.recipe, unit.linears[path]
         scale_dtype = export_dtype(self.loop.model)
-        weight = linear.weight.detach()
+        weight, fused = linear.weight.detach(), recipe.kernels == "auto"
         if recipe.initializer == "rtn":
-            rounded = round_to_nearest(weight, recipe.grid, recipe.group_size, scale_dtype, recipe.signed_scales)
+            rounded = round_to_nearest(weight, recipe.grid, recipe.group_size, scale_dtype, recipe.signed_scales, fused)
             return GPTQResult(rounded.to("cpu"), "rtn")
         # A linear that was never called has no Hessian; an empty one says so.
         hessian = hessians.pop(path, None) or Hessian(unit.full_name(path), linear.in_features, weight.device)
-        found = gptq(weight, hessian, recipe.grid, recipe.group_size, scale_dtype, recipe.signed_scales, recipe.damping)
+        found = gptq(
+            weight, hessian, recipe.grid, recipe.group_size, scale_dtype, recipe.signed_scales, recipe.damping, fused
+        )
         return replace(found, weight=found.weight.to("cpu"))
 
     @torch.no_grad()

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import time
+import traceback
 from dataclasses import dataclass
 
 import torch
 from lightning.pytorch import Trainer
 
+from callbacks import OOMReport
 from gsq_module.data.module import CalibrationData
+from gsq_module.memory.oom import Evidence, Kind, classify
 from gsq_module.module import GSQModule, UnitProblem
 from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.quantization.training_ops import accumulating_in_place
 from gsq_module.streaming.activations import UnitSamples
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -27,6 +33,8 @@ class Outcome:
     codes_changed: float
     steps: int
     seconds: float
+    note: str = ""
+    """That the refinement was tried again with less, and why."""
 
     @property
     def improved(self) -> bool:
@@ -57,14 +65,14 @@ class UnitRefiner:
             initial_error = module.hard_error(problem.initial, data.val_dataloader(), device)
             if problem.total_steps == 0:
                 return Outcome(problem.initial, initial_error, None, 0.0, 0, time.perf_counter() - began)
-            with accumulating_in_place(problem.student.modules() if self.trainer.world_size == 1 else ()):
-                self._fit(problem.total_steps)
+            note = self._fit_or_retry(problem)
             refined = module.refined
             refined_error = module.hard_error(refined, data.val_dataloader(), device)
             changed = sum(int((refined[name].codes != start.codes).sum()) for name, start in problem.initial.items())
             total = sum(start.codes.numel() for start in problem.initial.values())
+            seconds = time.perf_counter() - began
             outcome = Outcome(
-                refined, initial_error, refined_error, changed / total, problem.total_steps, time.perf_counter() - began
+                refined, initial_error, refined_error, changed / total, problem.total_steps, seconds, note
             )
             if not math.isfinite(refined_error) or not outcome.improved:
                 outcome.weights, outcome.codes_changed = problem.initial, 0.0
@@ -72,6 +80,60 @@ class UnitRefiner:
         finally:
             module.refined = {}
             module.release()
+
+    def _fit_or_retry(self, problem: UnitProblem) -> str:
+        """Fit; after a certain out-of-memory error again from the start, with half the microbatch, down to one sample.
+
+        The batch stays, so the result does, up to rounding. Later units begin with what this one has come to.
+
+        Returns:
+            What was retried; empty in the ordinary case.
+        """
+        note = ""
+        while True:
+            smaller = self._smaller_microbatch(problem)
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, OOMReport):
+                    callback.retry_follows = smaller is not None
+            step = self.trainer.global_step
+            try:
+                with accumulating_in_place(problem.student.modules() if self.trainer.world_size == 1 else ()):
+                    self._fit(problem.total_steps)
+                return note
+            except RuntimeError as error:
+                if smaller is None or classify(error, Evidence()).kind is not Kind.DEVICE_MEMORY:
+                    raise
+                # Its frames hold the tensors that there was no more room beside.
+                traceback.clear_frames(error.__traceback__)
+                note = f"out of device memory after {self.trainer.global_step - step} steps; "
+            note += f"refined again in microbatches of {smaller}"
+            log.warning("%s (%s)", note, ", ".join(problem.weights))
+            self._start_over(problem, smaller)
+
+    def _smaller_microbatch(self, problem: UnitProblem) -> int | None:
+        """Half the microbatch, or the next less that divides the batch; None where there is none.
+
+        Only on a single device: other ranks would not know of it.
+        """
+        if self.trainer.world_size > 1 or problem.resize is None:
+            return None
+        batch = self.data.batch_size
+        now = batch // self.trainer.accumulate_grad_batches
+        return next((size for size in range(now // 2, 0, -1) if batch % size == 0), None)
+
+    def _start_over(self, problem: UnitProblem, microbatch: int) -> None:
+        """Give back what the failed fit has left, and prepare the next one."""
+        self.trainer.strategy.optimizers = []
+        for weight in problem.weights.values():
+            weight.grad = None
+        self.module.release()
+        self._free()
+        self.data.microbatch_size = microbatch
+        self.trainer.accumulate_grad_batches = self.data.accumulate_grad_batches(1)
+        assert problem.resize is not None
+        for size in self.data.microbatch_sizes(1):
+            problem.resize(size)
+        self.module.bind(problem, self.trainer.global_step)
 
     def _fit(self, steps: int) -> None:
         """Run the Trainer for `steps` optimizer steps more.
@@ -87,7 +149,11 @@ class UnitRefiner:
             raise KeyboardInterrupt
         assert trainer.global_step == before + steps, (before, steps, trainer.global_step)
         trainer.strategy.optimizers = []
+        self._free()
+
+    def _free(self) -> None:
+        """Let go of what reference cycles and the allocator still hold."""
         if self.trainer.strategy.root_device.type == "cuda":
-            gc.collect()  # half a second
+            gc.collect()
             with torch.cuda.device(self.trainer.strategy.root_device):
                 torch.cuda.empty_cache()

@@ -48,7 +48,7 @@ class UnitResult:
         codes_changed: Fraction of codes that differ from the initial ones.
         steps: Optimizer steps.
         seconds: Of refinement.
-        notes: By linear: why it was rounded to nearest, or what damping it took.
+        notes: By linear: why it was rounded to nearest, or what damping it took. By unit: that it was tried again.
     """
 
     block: int

@@ -55,6 +55,7 @@ def gptq(
     scale_dtype: torch.dtype,
     signed: bool = True,
     damping: float = 0.01,
+    fused: bool = True,
 ) -> GPTQResult:
     """Quantize one linear layer.
 
@@ -66,6 +67,7 @@ def gptq(
         scale_dtype: The export's dtype.
         signed: Search both signs of the scale on lopsided grids.
         damping: Fraction of the mean diagonal added to the diagonal.
+        fused: Use the Triton kernels where they can serve (CUDA).
 
     Returns:
         The result. A linear that no token reached, or whose Hessian has no Cholesky factor after four attempts, is
@@ -78,10 +80,14 @@ def gptq(
         raise ValueError(f"{hessian.name}: the checkpoint's weight is not finite")
     hessian.check()
     if hessian.num_tokens == 0:
-        return _rounded(weight, grid, group_size, scale_dtype, signed, hessian.name, "no calibration token reached it")
+        return _rounded(
+            weight, grid, group_size, scale_dtype, signed, fused, hessian.name, "no calibration token reached it"
+        )
     factor, used_damping = inverse_factor(hessian.matrix, damping)
     if factor is None:
-        return _rounded(weight, grid, group_size, scale_dtype, signed, hessian.name, "its Hessian is not invertible")
+        return _rounded(
+            weight, grid, group_size, scale_dtype, signed, fused, hessian.name, "its Hessian is not invertible"
+        )
     note = _note(hessian, used_damping if used_damping != damping else None)
     if note:
         log.warning("%s: %s", hessian.name, note)
@@ -90,17 +96,17 @@ def gptq(
     scales = torch.empty(weight.shape[0], weight.shape[1] // group_size, dtype=scale_dtype, device=weight.device)
     for group in range(scales.shape[1]):
         begin, end = group * group_size, (group + 1) * group_size
-        scales[:, group] = search_scales(work[:, begin:end], grid, scale_dtype, signed)
+        scales[:, group] = search_scales(work[:, begin:end], grid, scale_dtype, signed, fused)
         for left in range(begin, end, MAX_BLOCK):
             right = min(left + MAX_BLOCK, end)
             errors = round_block(
-                work[:, left:right], codes[:, left:right], scales[:, group], factor[left:right, left:right], grid
+                work[:, left:right], codes[:, left:right], scales[:, group], factor[left:right, left:right], grid, fused
             )
             work[:, right:].addmm_(errors, factor[left:right, right:], alpha=-1.0)
     return GPTQResult(QuantizedWeight(codes, scales), "gptq", note)
 
 
-def round_block(work: Tensor, codes: Tensor, scale: Tensor, factor: Tensor, grid: Grid) -> Tensor:
+def round_block(work: Tensor, codes: Tensor, scale: Tensor, factor: Tensor, grid: Grid, fused: bool = True) -> Tensor:
     """Round the columns of one block in order.
 
     Args:
@@ -108,11 +114,12 @@ def round_block(work: Tensor, codes: Tensor, scale: Tensor, factor: Tensor, grid
         codes: int8 `[out_features, block]`; filled.
         scale: `[out_features]`.
         factor: `[block, block]`, the block's part of the inverse Hessian's factor.
+        fused: Use the Triton kernel where it can serve.
 
     Returns:
         The errors `[out_features, block]`, to be passed on to the columns behind the block.
     """
-    if rounding_kernels is not None and rounding_kernels.usable(work):
+    if fused and rounding_kernels is not None and rounding_kernels.usable(work):
         return rounding_kernels.round_block(work, codes, scale, factor, grid)
     scale = scale.float()
     errors = torch.empty_like(work)
@@ -177,7 +184,14 @@ def _note(hessian: Hessian, raised_damping: float | None) -> str:
 
 
 def _rounded(
-    weight: Tensor, grid: Grid, group_size: int, scale_dtype: torch.dtype, signed: bool, name: str, reason: str
+    weight: Tensor,
+    grid: Grid,
+    group_size: int,
+    scale_dtype: torch.dtype,
+    signed: bool,
+    fused: bool,
+    name: str,
+    reason: str,
 ) -> GPTQResult:
     log.warning("%s: rounded to nearest, %s", name, reason)
-    return GPTQResult(round_to_nearest(weight, grid, group_size, scale_dtype, signed), "rtn", reason)
+    return GPTQResult(round_to_nearest(weight, grid, group_size, scale_dtype, signed, fused), "rtn", reason)

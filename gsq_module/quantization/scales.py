@@ -20,7 +20,9 @@ code takes 80), then 6 between the neighbours of the best, then the least-square
 last matters most where the best scale lies below 0.2: on the 1-bit grid with an outlier in the group."""
 
 
-def search_scales(weight: Tensor, grid: Grid, scale_dtype: torch.dtype, signed: bool = True) -> Tensor:
+def search_scales(
+    weight: Tensor, grid: Grid, scale_dtype: torch.dtype, signed: bool = True, fused: bool = True
+) -> Tensor:
     """The scale of each group with the smallest squared rounding error.
 
     Args:
@@ -28,12 +30,13 @@ def search_scales(weight: Tensor, grid: Grid, scale_dtype: torch.dtype, signed: 
         grid: Target grid.
         scale_dtype: The export's dtype: candidates are rounded to it before their error is taken.
         signed: Whether to try both signs on lopsided grids (costs nothing in any format; see docs/experiments.md).
+        fused: Use the Triton kernel where it can serve (CUDA).
 
     Returns:
         `[...]` in `scale_dtype`; finite and never zero.
     """
     signs = (1.0, -1.0) if signed and grid.is_lopsided else (1.0,)
-    if rounding_kernels is not None and rounding_kernels.usable(weight):
+    if fused and rounding_kernels is not None and rounding_kernels.usable(weight):
         steps = COARSE_STEPS, FINE_STEPS
         return rounding_kernels.search_scales(
             weight, grid, scale_dtype, len(signs), steps, SMALLEST_SHRINK, _smallest_full_range(scale_dtype)
@@ -84,7 +87,7 @@ def _smallest_full_range(scale_dtype: torch.dtype) -> float:
 
 
 def round_to_nearest(
-    weight: Tensor, grid: Grid, group_size: int, scale_dtype: torch.dtype, signed: bool = True
+    weight: Tensor, grid: Grid, group_size: int, scale_dtype: torch.dtype, signed: bool = True, fused: bool = True
 ) -> QuantizedWeight:
     """Codes by rounding alone, with searched scales.
 
@@ -92,6 +95,6 @@ def round_to_nearest(
         weight: `[out_features, in_features]`.
     """
     grouped = weight.float().view(weight.shape[0], -1, group_size)
-    scales = search_scales(grouped, grid, scale_dtype, signed)
+    scales = search_scales(grouped, grid, scale_dtype, signed, fused)
     codes = grid.nearest(grouped / scales.float().unsqueeze(-1)).to(torch.int8)
     return QuantizedWeight(codes.view(weight.shape), scales)

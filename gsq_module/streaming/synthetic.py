@@ -18,13 +18,16 @@ class SyntheticCheckpoint(Checkpoint):
     Args:
         directory: Folder of the config.json.
         model: Its module tree on the meta device; made of the config.json where it is not given.
-        dtype: Of the weights.
+        device: Where they are made; a GPU makes billions of random numbers in the time a CPU takes for millions.
     """
 
-    def __init__(self, directory: str | Path, model: nn.Module | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, directory: str | Path, model: nn.Module | None = None, device: str | torch.device = "cpu"
+    ) -> None:
         self.directory = Path(directory)
         tree = model if model is not None else meta_model(self.directory)
-        self._dtype = dtype or getattr(getattr(tree, "config", None), "dtype", None) or torch.bfloat16
+        self._dtype = getattr(getattr(tree, "config", None), "dtype", None) or torch.bfloat16
+        self._device = device
         self._shapes = {name: tuple(value.shape) for name, value in tree.state_dict().items()}
 
     def names(self) -> list[str]:
@@ -43,8 +46,8 @@ class SyntheticCheckpoint(Checkpoint):
         """Normal numbers, small enough for hidden states of ordinary size; norms' weights are ones."""
         shape = self._shapes[name]
         if len(shape) < 2:
-            return torch.ones(shape, dtype=self._dtype)
-        return torch.empty(shape, dtype=self._dtype).normal_(std=0.02)
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(std=0.02)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
