@@ -101,6 +101,7 @@ def _job(
         group_size=recipe.group_size,
         logit_itemsize=DTYPES[recipe.refinement.logit_dtype].itemsize,
         storage_bits=recipe.grid.storage_bits,
+        fused=recipe.kernels == "auto",
         gptq=recipe.initializer == "gptq",
         original_stream=recipe.target == "original_stream",
         cached=recipe.targets == "cached",
@@ -150,14 +151,16 @@ def _measure(
     for unit in find_units(model, index, recipe):
         call = catch(block, calls[job.microbatch], inputs, unit, with_branch=False).call
         assert call is not None
-        units.append(_measure_unit(unit, Branch(unit, {job.microbatch: call}), inputs, job))
+        with WorkingSet() as capture:
+            catch(block, calls[job.forward_batch], whole, unit, with_branch=True)
+        units.append(_measure_unit(unit, Branch(unit, {job.microbatch: call}), inputs, job, capture.peak))
     tensors = {id(tensor): tensor.nbytes for call in calls.values() for tensor in call.tensors()}
     shape = BlockShape(indices, job.itemsize * _numel([block]), sum(tensors.values()), forward.peak, tuple(units))
     model.release_block(index)
     return shape
 
 
-def _measure_unit(unit: Unit, student: Branch, inputs: Tensor, job: Job) -> UnitShape:
+def _measure_unit(unit: Unit, student: Branch, inputs: Tensor, job: Job, capture: int) -> UnitShape:
     weights = [linear.weight for linear in unit.linears.values()]
     taken: dict[int, int] = {}
 
@@ -184,6 +187,7 @@ def _measure_unit(unit: Unit, student: Branch, inputs: Tensor, job: Job) -> Unit
         linears=tuple((linear.out_features, linear.in_features) for linear in unit.linears.values()),
         hessians=tuple(taken.values()),
         nbytes=job.itemsize * _numel([unit.module]),
+        capture=capture,
         training=training.peak - gradients,
         validation=validation.peak,
     )

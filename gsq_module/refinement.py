@@ -123,7 +123,6 @@ class UnitRefiner:
 
     def _start_over(self, problem: UnitProblem, microbatch: int) -> None:
         """Give back what the failed fit has left, and prepare the next one."""
-        self.trainer.strategy.optimizers = []
         for weight in problem.weights.values():
             weight.grad = None
         self.module.release()
@@ -148,11 +147,12 @@ class UnitRefiner:
         if trainer.interrupted:
             raise KeyboardInterrupt
         assert trainer.global_step == before + steps, (before, steps, trainer.global_step)
-        trainer.strategy.optimizers = []
         self._free()
 
     def _free(self) -> None:
-        """Let go of what reference cycles and the allocator still hold."""
+        """Let go of what Lightning, reference cycles and the allocator still hold."""
+        self.trainer.strategy.optimizers = []
+        self.trainer.strategy.lr_scheduler_configs = []
         if self.trainer.strategy.root_device.type == "cuda":
             gc.collect()
             with torch.cuda.device(self.trainer.strategy.root_device):

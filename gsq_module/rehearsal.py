@@ -42,6 +42,7 @@ class Rehearsed:
         unit: Kind of the unit.
         seconds: What it took here.
         allocated: Peak bytes of tensors on the device; None on a CPU.
+        reserved: Peak bytes of the allocator, tensors included; None on a CPU.
         device_used: Bytes in use on the whole device at the stage's highest reserved memory; None on a CPU.
         predicted: What the plan says of `allocated`.
         full_seconds: What the real run will take for all blocks of the kind.
@@ -52,6 +53,7 @@ class Rehearsed:
     unit: str | None
     seconds: float
     allocated: int | None
+    reserved: int | None
     device_used: int | None
     predicted: int | None
     full_seconds: float
@@ -163,6 +165,7 @@ def _summarize(watch: _Watch, plan: MemoryPlan, recipe: GSQModule, data: Calibra
             Rehearsed(
                 stage.name, stage.block, stage.unit, seconds,
                 None if memory is None else memory.peak_allocated,
+                None if memory is None else memory.peak_reserved,
                 None if memory is None else memory.device_total - memory.margin,
                 plan.predicted(stage.name, stage.block, stage.unit), full * count,
             )

@@ -15,15 +15,20 @@ from typing import Any
 MIB = 2**20
 
 CONTEXT_BYTES = 520 * MIB
-"""CUDA context and kernels of a process."""
+"""CUDA context of a process that has done nothing yet."""
+LIBRARY_BYTES = 420 * MIB
+"""What kernels and libraries (cuBLAS, cuSOLVER, Triton) add to it by the end of the first unit. Both were measured on
+an H200 by benchmarks/memory.py (device memory in use less what the allocator holds); smaller GPUs take less."""
 CUBLAS_BYTES = 64 * MIB
 """Workspaces that cuBLAS and cuBLASLt keep in torch's allocator, once a matrix product has run."""
 NCCL_BYTES = 640 * MIB
 """NCCL's buffers of one rank (field-notes.md: 0.5-0.7 GiB on PCIe cards)."""
 FRAGMENT_FRACTION = 0.03
 """What the caching allocator reserves beyond what it hands out, of the peak."""
-CHUNK_BYTES = 4 * 64 * MIB
-"""Temporaries of a row chunk while logits are set up (relaxation.MAX_TEMPORARY_BYTES each)."""
+CHUNK_BYTES = 64 * MIB
+"""A temporary of a row chunk (relaxation.MAX_TEMPORARY_BYTES)."""
+SETUP_CHUNKS, EAGER_CHUNKS = 4, 7
+"""How many of them there are at once while logits are set up, and in an eager optimizer step."""
 HEAD_TOKENS = 512
 """Positions whose logits are computed at once (evaluation.HEAD_TOKENS)."""
 FLOAT32 = 4
@@ -38,6 +43,7 @@ class UnitShape:
         linears: `(out_features, in_features)` of each quantized linear.
         hessians: in_features of each Hessian: linears with the same input share one.
         nbytes: Weights and buffers of the whole unit in the compute dtype.
+        capture: Working set of a pass of `forward_batch` sequences through the block as far as the unit's end.
         training: Working set of a later microbatch's forward and backward pass, gradients of weights not counted.
         validation: Working set of a microbatch's forward pass without gradients.
     """
@@ -46,6 +52,7 @@ class UnitShape:
     linears: tuple[tuple[int, int], ...]
     hessians: tuple[int, ...]
     nbytes: int
+    capture: int
     training: int
     validation: int
 
@@ -100,6 +107,7 @@ class Job:
         group_size: Weights that share a scale.
         logit_itemsize: Of logits and momentum.
         storage_bits: Bits a code takes in the export.
+        fused: Whether the Triton kernels serve.
         gptq: Whether the initializer is GPTQ.
         original_stream: Whether targets come from the original stream.
         cached: Whether a unit's inputs and targets are cached.
@@ -129,6 +137,7 @@ class Job:
     group_size: int
     logit_itemsize: int
     storage_bits: int
+    fused: bool
     gptq: bool
     original_stream: bool
     cached: bool
@@ -202,7 +211,7 @@ class MemoryPlan:
     @property
     def overhead(self) -> int:
         """Bytes of the device that a rank takes beside its tensors."""
-        return CONTEXT_BYTES + (NCCL_BYTES if self.job.world_size > 1 else 0)
+        return CONTEXT_BYTES + LIBRARY_BYTES + (NCCL_BYTES if self.job.world_size > 1 else 0)
 
     @property
     def needed(self) -> int:
@@ -266,7 +275,12 @@ class MemoryPlan:
                 kind,
                 forward=int(kind.forward * forward),
                 units=tuple(
-                    replace(unit, training=int(unit.training * training), validation=int(unit.validation * training))
+                    replace(
+                        unit,
+                        capture=int(unit.capture * forward),
+                        training=int(unit.training * training),
+                        validation=int(unit.validation * training),
+                    )
                     for unit in kind.units
                 ),
             )
@@ -291,13 +305,13 @@ class MemoryPlan:
         tokens = min(HEAD_TOKENS, job.evaluation_seq_len)
         pieces = [
             {"block": largest.nbytes, "working set": int(largest.forward * min(1.0, evaluation)), "hidden": 4 * hidden},
-            # logits in the compute dtype and float32, and the metric's probabilities
-            {"head": job.head_bytes, "logits": tokens * job.vocabulary * (job.itemsize + 2 * FLOAT32)},
+            # in float32: logits and the metric's probabilities
+            {"head": job.head_bytes, "logits": 2 * FLOAT32 * tokens * job.vocabulary, "cuBLAS": CUBLAS_BYTES},
             {"embedding": job.vocabulary_bytes, "hidden states": 3 * hidden},
         ]
         yield StagePlan("evaluate", None, None, self._highest(pieces))
         if job.reload:
-            logits = job.evaluation_seq_len * job.vocabulary * (job.itemsize + 2 * FLOAT32)
+            logits = 2 * FLOAT32 * job.evaluation_seq_len * job.vocabulary
             yield StagePlan("reload", None, None, {"model": job.model_bytes, "logits": logits, "cuBLAS": CUBLAS_BYTES})
 
     def _block_stages(self, kind: BlockShape, hidden: int, forward_tokens: int) -> Iterator[StagePlan]:
@@ -310,15 +324,18 @@ class MemoryPlan:
         passing = resident | {"working set": kind.forward, "batches under way": reading + hidden}
         if job.original_stream:
             yield StagePlan("original", index, None, passing)
-        done = 0
         for unit in kind.units:
             scales = 2 * FLOAT32 * unit.weights // job.group_size
             hessians = sum(FLOAT32 * n * n for n in unit.hessians) if job.gptq else 0
             # goal, residual, target and its square
             targets = 4 * FLOAT32 * forward_tokens * job.hidden_size
-            pieces = [passing | {"targets": targets}, passing | {"Hessians": hessians}]
+            # The pass for the targets ends before the unit, and its working set with it; the Hessians' writes nothing.
+            pieces = [
+                resident | {"batches under way": reading + hidden, "targets": targets},
+                resident | {"batches under way": reading, "working set": unit.capture, "Hessians": hessians},
+            ]
             yield StagePlan("capture", index, unit.kind, self._highest(pieces))
-            yield StagePlan("initialize", index, unit.kind, resident | self._solve(unit, hessians))
+            yield StagePlan("initialize", index, unit.kind, resident | self._solve(unit))
             microbatch = self._hidden(job.microbatch * job.seq_len)
             copies = 2 if job.store == "device" else 4
             share = job.world_size if job.strategy == "sharded" else 1
@@ -335,29 +352,32 @@ class MemoryPlan:
             pieces = [
                 state | gradient | batch | {"working set": unit.training},
                 # the first sample is drawn, or hard weights are made
-                state | {"codes": unit.largest, "row chunks": CHUNK_BYTES},
+                state | {"codes": unit.largest, "row chunks": SETUP_CHUNKS * CHUNK_BYTES},
                 {"hard weights": unit.largest * (1 + 2 * job.itemsize), "working set": unit.validation} | batch,
             ]
+            if not job.fused:
+                pieces.append(state | gradient | {"row chunks": EAGER_CHUNKS * CHUNK_BYTES})
             yield StagePlan("refine", index, unit.kind, resident | frozen | self._highest(pieces))
-            done += unit.weights
         yield StagePlan("propagate", index, None, passing)
 
-    def _solve(self, unit: UnitShape, hessians: int) -> Terms:
-        """The highest moment of a unit's initial codes, one linear after the other."""
+    def _solve(self, unit: UnitShape) -> Terms:
+        """The highest moment of a unit's initial codes, one linear after the other; finished codes go to the host."""
         job = self.job
-        finished = unit.weights + 2 * unit.weights // job.group_size
+        waiting = list(unit.hessians)
         pieces: list[Terms] = []
-        for rows, cols in unit.linears:
-            size = rows * cols
+        for position, (rows, cols) in enumerate(unit.linears):
+            size, square = rows * cols, FLOAT32 * cols * cols
             if not job.gptq:
                 # float32 copy; the rounded codes in float32 and, at the end, in int8
                 pieces.append({"weight": FLOAT32 * size, "codes in float32": 2 * FLOAT32 * size})
                 continue
-            square = FLOAT32 * cols * cols
-            pieces.append({"factorization": 2 * square})
-            # two float32 copies: the second is the result of a comparison or a conversion
-            pieces.append({"factor": square, "weight": FLOAT32 * size, "codes": size})
-        return {"Hessians": hessians, "codes of the unit": finished} | self._highest(pieces)
+            hessians = {"Hessians": sum(FLOAT32 * n * n for n in waiting)}
+            pieces.append(hessians | {"factorization": 2 * square})
+            pieces.append(hessians | {"factor": square, "weight": FLOAT32 * size, "codes": size})
+            # One that linears share goes with the last of them.
+            if cols in waiting and all(other != cols for _, other in unit.linears[position + 1 :]):
+                waiting.remove(cols)
+        return self._highest(pieces)
 
     def _hidden(self, tokens: int) -> int:
         return tokens * self.job.hidden_size * self.job.itemsize

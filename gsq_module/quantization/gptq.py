@@ -91,7 +91,7 @@ def gptq(
     note = _note(hessian, used_damping if used_damping != damping else None)
     if note:
         log.warning("%s: %s", hessian.name, note)
-    work = weight.float().clone()
+    work = weight.to(torch.float32, copy=True)
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], weight.shape[1] // group_size, dtype=scale_dtype, device=weight.device)
     for group in range(scales.shape[1]):

@@ -155,8 +155,11 @@ def trace_units(block: nn.Module, call: BlockCall, hidden: Tensor, units: Sequen
 
 def _differ_little(total: Tensor, known: Tensor, branch: Tensor) -> bool:
     """Whether two hidden states differ by much less than a unit adds, however small that is beside the residual."""
-    # In float32: the norm of half-precision states overflows.
-    return total.shape == known.shape and bool((total - known).float().norm() <= 1e-2 * branch.float().norm())
+    if total.shape != known.shape:
+        return False
+    # In float32, where the norm of half-precision states does not overflow, and without copies in it.
+    difference, size = (torch.linalg.vector_norm(values, dtype=torch.float32) for values in (total - known, branch))
+    return bool(difference <= 1e-2 * size)
 
 
 class _StopBlockError(Exception):

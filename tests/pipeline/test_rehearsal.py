@@ -1,0 +1,150 @@
+"""`run.py rehearse` on a CPU: one block of each kind through every stage, and nothing of it stays."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toy_models import family
+from toy_runs import ONE_BLOCK, contents, run, summary_of, write_recipe
+
+from gsq_module.streaming.model import StreamedModel
+from gsq_module.streaming.synthetic import SyntheticCheckpoint
+
+UNIT_STAGES = ("capture", "initialize", "refine")
+KINDS = (0, 1)
+"""First blocks of the toy's kinds: linear attention (blocks 0, 2) and full attention (block 1)."""
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """Recipe of a model of two kinds of block of which there is a config.json only."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    config = family("qwen3_5", num_hidden_layers=3).config
+    config.dtype = torch.bfloat16
+    config.save_pretrained(folder / "checkpoint")
+    assert [path.name for path in (folder / "checkpoint").iterdir()] == ["config.json"]
+    return write_recipe(folder, folder / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def rehearsed(hybrid, tmp_path_factory):
+    """The rehearsal, the blocks it loaded, and its run directory, in which something of the user's was before."""
+    run_dir = tmp_path_factory.mktemp("run")
+    (run_dir / "mine.txt").write_text("kept")
+    loaded = []
+    load_block = StreamedModel.load_block
+
+    def noted(model, index):
+        loaded.append(index)
+        return load_block(model, index)
+
+    options = (f"--json={run_dir / 'rehearsal.json'}", "--model.store=disk", "--data.forward_batch_size=4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["run.py"])
+        patch.setattr(StreamedModel, "load_block", noted)
+        cli = run(hybrid, run_dir, *options, command="rehearse")
+    return SimpleNamespace(rows=cli.rehearsed, loaded=loaded, run_dir=run_dir)
+
+
+def test_every_stage_comes_once_for_each_kind_of_block_and_unit(rehearsed):
+    """All that a run does with a block, the pass on to the next one included: its time and memory count too."""
+    found = [(row.stage, row.block, row.unit) for row in rehearsed.rows]
+    expected: list[tuple] = [("embed", None, None)]
+    for block in KINDS:
+        expected.append(("original", block, None))
+        expected += [(stage, block, unit) for unit in ("attention", "mlp") for stage in UNIT_STAGES]
+        expected.append(("propagate", block, None))
+    assert found == [*expected, ("evaluate", None, None)]
+
+
+def test_one_block_of_each_kind_is_loaded_and_no_other(rehearsed):
+    assert set(rehearsed.loaded) == set(KINDS)
+
+
+def test_each_stage_has_what_the_plan_says_and_no_device_figures_on_a_cpu(rehearsed):
+    for row in rehearsed.rows:
+        assert row.predicted is not None, row
+        assert row.predicted > 0
+        assert (row.allocated, row.device_used) == (None, None)
+
+
+def test_seconds_and_estimates_are_positive_and_for_all_blocks_of_a_kind(rehearsed):
+    for row in rehearsed.rows:
+        assert row.seconds > 0, row
+        assert 0 < row.full_seconds < math.inf, row
+    times = {(row.stage, row.block, row.unit): row.full_seconds / row.seconds for row in rehearsed.rows}
+    for (stage, block, unit), factor in times.items():
+        # Six steps were made, and the run makes sixteen; it has 152 calibration sequences, which are more, too.
+        assert factor > 1, (stage, block, unit)
+        if block == 0 and stage in ("original", "capture", "initialize"):
+            assert factor == pytest.approx(2 * times[stage, 1, unit]), "blocks 0 and 2 are of this kind, 1 of the other"
+
+
+def test_the_file(rehearsed):
+    found = json.loads((rehearsed.run_dir / "rehearsal.json").read_text())
+    assert [(row["stage"], row["block"], row["unit"]) for row in found["stages"]] == [
+        (row.stage, row.block, row.unit) for row in rehearsed.rows
+    ]
+    assert found["hours"] == pytest.approx(sum(row.full_seconds for row in rehearsed.rows) / 3600)
+    assert found["host_peak"] > 2**20
+
+
+def test_nothing_stays_in_the_run_directory(rehearsed):
+    assert set(contents(rehearsed.run_dir)) == {"mine.txt", "rehearsal.json"}
+    assert not (rehearsed.run_dir / "rehearsal").exists()
+
+
+def test_a_rehearsal_that_fails_leaves_nothing_either(llama, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("in the middle")
+
+    monkeypatch.setattr("gsq_module.pipeline.gptq", fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        run(llama, tmp_path, *ONE_BLOCK, "--model.store=disk", command="rehearse")
+    assert contents(tmp_path) == {}
+
+
+def test_a_run_after_a_rehearsal_is_the_run_without_it(llama, tmp_path):
+    alone = tmp_path / "alone"
+    run(llama, alone, *ONE_BLOCK)
+    both = tmp_path / "both"
+    cli = run(llama, both, *ONE_BLOCK, command="rehearse")
+    assert {row.block for row in cli.rehearsed} == {None, 0}
+    assert contents(both) == {}
+    run(llama, both, *ONE_BLOCK)
+    assert shards(alone) == shards(both)
+    assert summary_of(alone)["perplexity"] == summary_of(both)["perplexity"]
+
+
+def shards(run_dir):
+    """Tensors of the unit shards; their metadata has seconds in it."""
+    return {
+        (path.name, name): tensor.tolist()
+        for path in sorted((run_dir / "units").iterdir())
+        for name, tensor in load_file(path).items()
+    }
+
+
+def test_synthetic_weights_are_of_the_checkpoints_geometry(hybrid, tmp_path):
+    checkpoint = SyntheticCheckpoint(hybrid.parent / "checkpoint")
+    whole = family("qwen3_5", num_hidden_layers=3).state_dict()
+    assert set(checkpoint.names()) == set(whole)
+    assert checkpoint.dtype() == torch.bfloat16
+    for name, tensor in whole.items():
+        made = checkpoint.tensor(name)
+        assert name in checkpoint
+        assert made.shape == tensor.shape == checkpoint.shape(name)
+        assert made.dtype == torch.bfloat16
+        assert made.isfinite().all()
+        if made.ndim > 1:
+            assert made.float().std() > 0, "a constant weight would make Hessians and refinement trivial"
+    assert "lm_head.bias" not in checkpoint
+    shutil.copy(hybrid.parent / "checkpoint" / "config.json", tmp_path)
+    names = list(whole)[:3]
+    assert set(SyntheticCheckpoint(tmp_path).tensors(names)) == set(names)
