@@ -127,10 +127,10 @@ def rehearse(run: Run, json_file: str | None) -> list[Rehearsed]:
         run.progress.end_run()
     get_console().print(rehearsal.render(found))
     result = rehearsal.as_dict(found)
-    peaks = [row.device_used for row in found if row.device_used is not None]
+    margins = [row.margin for row in found if row.margin is not None]
     print(f"whole run, estimated: {result['hours']:.2f} hours; host peak here: {format_bytes(result['host_peak'])}")
-    if peaks and free is not None:
-        print(f"highest use of the device: {format_bytes(max(peaks))}, {format_bytes(free - max(peaks))} to spare")
+    if margins:
+        print(f"at the tightest moment {format_bytes(min(margins))} of the device were left free")
     if json_file is not None:
         write_atomically(Path(json_file), json.dumps(result, indent=1).encode())
     return found

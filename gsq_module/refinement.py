@@ -55,40 +55,12 @@ class UnitRefiner:
         self.trainer, self.module, self.data = trainer, module, data
 
     def __call__(self, problem: UnitProblem, train: UnitSamples, validation: UnitSamples) -> Outcome:
-        """Measure the initial codes, refine them, measure again, keep the better (design.md, contract 3)."""
-        device = self.trainer.strategy.root_device
-        module, data = self.module, self.data
-        data.bind(train, validation)
-        module.bind(problem, self.trainer.global_step)
-        began = time.perf_counter()
-        try:
-            initial_error = module.hard_error(problem.initial, data.val_dataloader(), device)
-            if problem.total_steps == 0:
-                return Outcome(problem.initial, initial_error, None, 0.0, 0, time.perf_counter() - began)
-            note = self._fit_or_retry(problem)
-            refined = module.refined
-            refined_error = module.hard_error(refined, data.val_dataloader(), device)
-            changed = sum(int((refined[name].codes != start.codes).sum()) for name, start in problem.initial.items())
-            total = sum(start.codes.numel() for start in problem.initial.values())
-            seconds = time.perf_counter() - began
-            outcome = Outcome(
-                refined, initial_error, refined_error, changed / total, problem.total_steps, seconds, note
-            )
-            if not math.isfinite(refined_error) or not outcome.improved:
-                outcome.weights, outcome.codes_changed = problem.initial, 0.0
-            return outcome
-        finally:
-            module.refined = {}
-            module.release()
+        """Measure the initial codes, refine them, measure again, keep the better (design.md, contract 3).
 
-    def _fit_or_retry(self, problem: UnitProblem) -> str:
-        """Fit; after a certain out-of-memory error again from the start, with half the microbatch, down to one sample.
-
-        The batch stays, so the result does, up to rounding. Later units begin with what this one has come to.
-
-        Returns:
-            What was retried; empty in the ordinary case.
+        After a certain out-of-memory error all of it is done again with half the microbatch, down to one sample. The
+        batch stays, so the result does, up to rounding. Later units begin with what this one has come to.
         """
+        self.data.bind(train, validation)
         note = ""
         while True:
             smaller = self._smaller_microbatch(problem)
@@ -96,19 +68,39 @@ class UnitRefiner:
                 if isinstance(callback, OOMReport):
                     callback.retry_follows = smaller is not None
             step = self.trainer.global_step
+            self.module.bind(problem, step)
             try:
-                with accumulating_in_place(problem.student.modules() if self.trainer.world_size == 1 else ()):
-                    self._fit(problem.total_steps)
-                return note
+                return self._refine(problem, note)
             except RuntimeError as error:
                 if smaller is None or classify(error, Evidence()).kind is not Kind.DEVICE_MEMORY:
                     raise
                 # Its frames hold the tensors that there was no more room beside.
                 traceback.clear_frames(error.__traceback__)
                 note = f"out of device memory after {self.trainer.global_step - step} steps; "
+            finally:
+                self.module.refined = {}
+                self.module.release()
             note += f"refined again in microbatches of {smaller}"
             log.warning("%s (%s)", note, ", ".join(problem.weights))
             self._start_over(problem, smaller)
+
+    def _refine(self, problem: UnitProblem, note: str) -> Outcome:
+        device, module, data = self.trainer.strategy.root_device, self.module, self.data
+        began = time.perf_counter()
+        initial_error = module.hard_error(problem.initial, data.val_dataloader(), device)
+        if problem.total_steps == 0:
+            return Outcome(problem.initial, initial_error, None, 0.0, 0, time.perf_counter() - began, note)
+        with accumulating_in_place(problem.student.modules() if self.trainer.world_size == 1 else ()):
+            self._fit(problem.total_steps)
+        refined = module.refined
+        refined_error = module.hard_error(refined, data.val_dataloader(), device)
+        changed = sum(int((refined[name].codes != start.codes).sum()) for name, start in problem.initial.items())
+        total = sum(start.codes.numel() for start in problem.initial.values())
+        seconds = time.perf_counter() - began
+        outcome = Outcome(refined, initial_error, refined_error, changed / total, problem.total_steps, seconds, note)
+        if not math.isfinite(refined_error) or not outcome.improved:
+            outcome.weights, outcome.codes_changed = problem.initial, 0.0
+        return outcome
 
     def _smaller_microbatch(self, problem: UnitProblem) -> int | None:
         """Half the microbatch, or the next less that divides the batch; None where there is none.
@@ -125,14 +117,12 @@ class UnitRefiner:
         """Give back what the failed fit has left, and prepare the next one."""
         for weight in problem.weights.values():
             weight.grad = None
-        self.module.release()
         self._free()
         self.data.microbatch_size = microbatch
         self.trainer.accumulate_grad_batches = self.data.accumulate_grad_batches(1)
         assert problem.resize is not None
         for size in self.data.microbatch_sizes(1):
             problem.resize(size)
-        self.module.bind(problem, self.trainer.global_step)
 
     def _fit(self, steps: int) -> None:
         """Run the Trainer for `steps` optimizer steps more.

@@ -43,7 +43,7 @@ class Rehearsed:
         seconds: What it took here.
         allocated: Peak bytes of tensors on the device; None on a CPU.
         reserved: Peak bytes of the allocator, tensors included; None on a CPU.
-        device_used: Bytes in use on the whole device at the stage's highest reserved memory; None on a CPU.
+        margin: Least free bytes of the whole device during the stage; None on a CPU.
         predicted: What the plan says of `allocated`.
         full_seconds: What the real run will take for all blocks of the kind.
     """
@@ -54,7 +54,7 @@ class Rehearsed:
     seconds: float
     allocated: int | None
     reserved: int | None
-    device_used: int | None
+    margin: int | None
     predicted: int | None
     full_seconds: float
 
@@ -166,7 +166,7 @@ def _summarize(watch: _Watch, plan: MemoryPlan, recipe: GSQModule, data: Calibra
                 stage.name, stage.block, stage.unit, seconds,
                 None if memory is None else memory.peak_allocated,
                 None if memory is None else memory.peak_reserved,
-                None if memory is None else memory.device_total - memory.margin,
+                None if memory is None else memory.margin,
                 plan.predicted(stage.name, stage.block, stage.unit), full * count,
             )
         )  # fmt: skip
@@ -176,14 +176,14 @@ def _summarize(watch: _Watch, plan: MemoryPlan, recipe: GSQModule, data: Calibra
 def render(found: list[Rehearsed]) -> Table:
     """The table for the terminal."""
     table = Table(title="Rehearsal: one block of each kind")
-    for name in ("stage", "predicted", "measured", "ratio", "device", "seconds", "whole run"):
+    for name in ("stage", "predicted", "measured", "ratio", "left free", "seconds", "whole run"):
         table.add_column(name, justify="left" if name == "stage" else "right")
     for row in found:
         where = "".join(
             f", {part}" for part in (f"block {row.block}" if row.block is not None else "", row.unit) if part
         )
         ratio = f"{row.predicted / row.allocated:.3f}" if row.predicted and row.allocated else "-"
-        sizes = [format_bytes(n) if n is not None else "-" for n in (row.predicted, row.allocated, row.device_used)]
+        sizes = [format_bytes(n) if n is not None else "-" for n in (row.predicted, row.allocated, row.margin)]
         table.add_row(
             row.stage + where,
             sizes[0],

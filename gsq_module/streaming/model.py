@@ -162,6 +162,7 @@ class StreamedModel:
                 self._load(path)
             if head:
                 # Looked up, but not looked at: one row stands for all. Of 250,000 tokens it would take gigabytes.
+                self._fill_buffers(self.embedding)
                 row = torch.zeros(1, self.hidden_size, device=self.device, dtype=self.dtype)
                 self.embedding.weight = nn.Parameter(row.expand(self.embedding.num_embeddings, -1), requires_grad=False)
                 paths.append(self.embedding_path)

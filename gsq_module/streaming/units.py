@@ -158,7 +158,8 @@ def _differ_little(total: Tensor, known: Tensor, branch: Tensor) -> bool:
     if total.shape != known.shape:
         return False
     # In float32, where the norm of half-precision states does not overflow, and without copies in it.
-    difference, size = (torch.linalg.vector_norm(values, dtype=torch.float32) for values in (total - known, branch))
+    dtype = torch.promote_types(total.dtype, torch.float32)
+    difference, size = (torch.linalg.vector_norm(values, dtype=dtype) for values in (total - known, branch))
     return bool(difference <= 1e-2 * size)
 
 
