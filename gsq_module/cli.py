@@ -300,7 +300,7 @@ class GSQCLI(LightningCLI):
         model.seed = int(self._get(self.config, "seed_everything"))
         directory = RunDirectory(self._run_dir, self._get(self.config, "export_dir"))
         run = commands.Run(self.trainer, model, datamodule, directory, self._get(self.config, "reload_max_gib"))
-        run.check_recipe()
+        run.check_recipe(texts=self.subcommand not in ("plan", "rehearse"))
         return run
 
     def _resolved_config(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Run:
         data: The `data` section.
         directory: The run directory.
         reload_max_gib: Exports whose dense weights are at most this large are also loaded whole with transformers.
+        plan: The memory plan, once one is followed.
     """
 
     trainer: Trainer
@@ -56,6 +57,7 @@ class Run:
     data: CalibrationData
     directory: RunDirectory
     reload_max_gib: float
+    plan: MemoryPlan | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.device: torch.device = self.trainer.strategy.root_device
@@ -67,15 +69,19 @@ class Run:
         self.report.attach(self.trainer, self.directory.path / "oom_reports")
 
     def follow(self, plan: MemoryPlan) -> None:
-        """Let every callback that compares or reports know the memory plan."""
+        """Let the summary and every callback that compares or reports know the memory plan."""
+        self.plan = plan
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, (AllocatorStats, OOMReport)):
                 callback.plan = plan
 
     # --- checks ------------------------------------------------------------------------------------------------------
 
-    def check_recipe(self) -> None:
-        """Checks that need no weights, no network and no tokenizer.
+    def check_recipe(self, texts: bool = True) -> None:
+        """Checks that need no weights, no network but for texts from the hub, and no tokenizer.
+
+        Args:
+            texts: Whether texts will be read; plans and rehearsals make up theirs.
 
         Raises:
             ValueError: Lists every problem.
@@ -88,7 +94,7 @@ class Run:
         except (ValueError, FileNotFoundError) as error:
             problems.append(str(error))
         try:
-            self.data.check()
+            self.data.check(texts)
         except ValueError as error:
             problems.append(str(error))
         if self.trainer.world_size > 1:
@@ -239,6 +245,7 @@ class Run:
                 self.directory.activations,
                 weights,
                 self.data.pin_memory,
+                location=self.recipe.store,
             )
 
     def reloaded_perplexity(self) -> dict[str, float]:
@@ -273,7 +280,10 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     if dense_bytes <= run.reload_max_gib * 2**30:
         perplexities["reloaded"] = run.reloaded_perplexity()
     seconds = time.perf_counter() - began
-    summary = build_summary(perplexities, coverage, results, report, run.clock, seconds, str(directory.export))
+    predicted = run.plan.by_stage() if run.plan is not None else {}
+    summary = build_summary(
+        perplexities, coverage, results, report, run.clock, seconds, str(directory.export), predicted
+    )
     path = directory.write_summary(summary)
     for logger in run.trainer.loggers:
         flat = {f"perplexity/{text}/{name}": v for name, values in perplexities.items() for text, v in values.items()}

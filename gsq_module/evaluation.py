@@ -11,7 +11,7 @@ import torchmetrics.text
 from torch import Tensor
 
 from gsq_module.quantization.grid import QuantizedWeight
-from gsq_module.streaming.activations import ActivationStore, batches, choose_location, free_device_bytes
+from gsq_module.streaming.activations import ActivationStore, Location, batches, choose_location, free_device_bytes
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.staging import Staging
 
@@ -47,6 +47,7 @@ def streamed_perplexity(
     quantized: Mapping[str, QuantizedWeight] | None = None,
     pin_memory: bool = True,
     indices: Sequence[int] | None = None,
+    location: Location = "auto",
 ) -> dict[str, float]:
     """Perplexity of each text, one block of the model in memory at a time.
 
@@ -58,6 +59,7 @@ def streamed_perplexity(
         quantized: Hard weights by module path that stand in for the checkpoint's.
         pin_memory: Whether hidden states in host memory go through pinned buffers.
         indices: Blocks to go through; None for all. A rehearsal leaves most of them out.
+        location: Where hidden states live.
 
     Returns:
         Perplexities by name.
@@ -66,7 +68,7 @@ def streamed_perplexity(
     staging = Staging(model.device, pin_memory)
     itemsize = torch.finfo(model.dtype).bits // 8
     total_bytes = sum(tokens.numel() for tokens in texts.values()) * model.hidden_size * itemsize
-    location = choose_location("auto", total_bytes, free_device_bytes(model.device))
+    location = choose_location(location, total_bytes, free_device_bytes(model.device))
     with ExitStack() as cleanup:
         stores: dict[str, ActivationStore] = {}
         calls = {}

@@ -100,7 +100,7 @@ class BlockLoop:
                 )
                 step = _BlockStep(self, index, passes)
                 step.quantize(shards, refine)
-                if index != indices[-1]:
+                if index != indices[-1] or self.indices is not None:  # a rehearsal leaves nothing out
                     step.propagate()
                 self.model.release_block(index)
 

@@ -21,7 +21,7 @@ from gsq_module.streaming.calls import BlockCall
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.synthetic import SyntheticCheckpoint
 from gsq_module.streaming.tree import meta_model
-from gsq_module.streaming.units import Branch, Unit, catch
+from gsq_module.streaming.units import Branch, Unit, catch, trace_units
 
 
 def strategy_name(trainer: Trainer) -> str:
@@ -63,7 +63,12 @@ def plan_run(
     job = _job(model, recipe, data, dtype, world_size, reload_max_gib, strategy)
     blocks = _blocks(model, recipe, job)
     plan = MemoryPlan(job, blocks)
-    return plan.changed(store=choose_location(recipe.store, plan.store_bytes, free_bytes))
+    quantized = sum(unit.weights * len(kind.indices) for kind in blocks for unit in kind.units)
+    return plan.changed(
+        store=choose_location(recipe.store, plan.store_bytes, free_bytes),
+        evaluation_store=choose_location(recipe.store, plan.evaluation_store_bytes, free_bytes),
+        float_bytes=job.float_bytes - quantized * checkpoint.dtype().itemsize,
+    )
 
 
 def _job(
@@ -96,6 +101,7 @@ def _job(
         forward_batch=data.sequences_at_once(data.seq_len),
         samples=data.train_samples + data.validation_samples + data.gptq_samples,
         evaluation_samples=data.evaluation_samples * len(data.evaluation),
+        evaluation_store="device",
         candidates=recipe.grid.num_candidates,
         windowed=recipe.grid.is_windowed,
         group_size=recipe.group_size,
@@ -124,10 +130,11 @@ def _blocks(model: StreamedModel, recipe: GSQModule, job: Job) -> tuple[BlockSha
     for index in range(count_blocks(model, recipe)):
         shapes = tuple((name, tuple(value.shape)) for name, value in model.blocks[index].named_parameters())
         kinds.setdefault(shapes, []).append(index)
-    with FakeTensorMode(allow_non_fake_inputs=True):  # buffers of the tree on the meta device
-        sizes = {job.forward_batch, job.microbatch}
-        calls = {size: model.record_shapes(torch.zeros(size, job.seq_len, dtype=torch.int64)) for size in sizes}
-        found = []
+    sizes = {job.forward_batch, job.microbatch}
+    # On real tensors: where it is traced, transformers makes attention masks that a run does without.
+    calls = {size: model.record_shapes(torch.zeros(size, job.seq_len, dtype=torch.int64)) for size in sizes}
+    found = []
+    with FakeTensorMode(allow_non_fake_inputs=True):  # those calls, and buffers of the tree on the meta device
         for indices in kinds.values():
             here = {size: calls[size][indices[0]] for size in sizes}
             found.append(_measure(model, recipe, job, tuple(indices), here))
@@ -147,47 +154,59 @@ def _measure(
     with torch.no_grad(), WorkingSet() as forward:
         calls[job.forward_batch](block, whole)
     inputs = hidden(job.microbatch)
-    units = []
-    for unit in find_units(model, index, recipe):
+    measured = []
+    units = find_units(model, index, recipe)
+    trace_units(block, calls[job.microbatch], inputs, units, check=False)
+    for unit in units:
         call = catch(block, calls[job.microbatch], inputs, unit, with_branch=False).call
         assert call is not None
         with WorkingSet() as capture:
             catch(block, calls[job.forward_batch], whole, unit, with_branch=True)
-        units.append(_measure_unit(unit, Branch(unit, {job.microbatch: call}), inputs, job, capture.peak))
+        measured.append(_measure_unit(unit, Branch(unit, {job.microbatch: call}), inputs, job, capture.peak))
     tensors = {id(tensor): tensor.nbytes for call in calls.values() for tensor in call.tensors()}
-    shape = BlockShape(indices, job.itemsize * _numel([block]), sum(tensors.values()), forward.peak, tuple(units))
+    shape = BlockShape(indices, job.itemsize * _numel([block]), sum(tensors.values()), forward.peak, tuple(measured))
     model.release_block(index)
     return shape
 
 
 def _measure_unit(unit: Unit, student: Branch, inputs: Tensor, job: Job, capture: int) -> UnitShape:
-    weights = [linear.weight for linear in unit.linears.values()]
-    taken: dict[int, int] = {}
+    taken: list[tuple[Tensor, int]] = []
 
     def note(linear: nn.Linear, args: tuple[Tensor, ...]) -> None:
-        taken[id(args[0])] = linear.in_features
+        if all(args[0] is not tensor for tensor, _ in taken):
+            taken.append((args[0], linear.in_features))
 
     handles = [linear.register_forward_pre_hook(note) for linear in unit.linears.values()]
-    with torch.no_grad(), WorkingSet() as validation:
+    with torch.no_grad():
         squared_error(student(inputs), inputs)
     for handle in handles:
         handle.remove()
-    for weight in weights:
-        weight.requires_grad_(True)
-    with WorkingSet() as training, accumulating_in_place(student.modules() if job.world_size == 1 else ()):
-        squared_error(student(inputs), inputs).backward()
-        training.reset()
-        squared_error(student(inputs), inputs).backward()
-    gradients = sum(weight.nbytes for weight in weights)
-    for weight in weights:
-        weight.requires_grad_(False)
-        weight.grad = None
+    hessians = tuple(width for _, width in taken)
+    taken.clear()
+    with torch.no_grad(), WorkingSet() as validation:
+        squared_error(student(inputs), inputs)
     return UnitShape(
         kind=unit.kind,
         linears=tuple((linear.out_features, linear.in_features) for linear in unit.linears.values()),
-        hessians=tuple(taken.values()),
+        hessians=hessians,
         nbytes=job.itemsize * _numel([unit.module]),
         capture=capture,
-        training=training.peak - gradients,
+        training=_training(unit, student, inputs, in_place=True),
+        training_by_autograd=_training(unit, student, inputs, in_place=False),
         validation=validation.peak,
     )
+
+
+def _training(unit: Unit, student: Branch, inputs: Tensor, in_place: bool) -> int:
+    """Working set of a microbatch whose gradients join those of an earlier one."""
+    weights = [linear.weight for linear in unit.linears.values()]
+    for weight in weights:
+        weight.requires_grad_(True)
+    with WorkingSet() as training, accumulating_in_place(student.modules() if in_place else ()):
+        squared_error(student(inputs), inputs).backward()
+        training.reset()
+        squared_error(student(inputs), inputs).backward()
+    for weight in weights:
+        weight.requires_grad_(False)
+        weight.grad = None
+    return training.peak - sum(weight.nbytes for weight in weights)

@@ -138,7 +138,7 @@ def rehearse(
         loop.run(UnitShards(folder / "units", recipe.grid), UnitRefiner(trainer, recipe, data))
         with clock.stage("evaluate"):
             texts = {"rehearsal": text(1, job.evaluation_seq_len)}
-            streamed_perplexity(model, texts, 1, folder / "activations", None, data.pin_memory, indices)
+            streamed_perplexity(model, texts, 1, folder / "activations", None, data.pin_memory, indices, recipe.store)
     finally:
         callbacks.remove(watch)
         shutil.rmtree(folder, ignore_errors=True)

@@ -33,6 +33,7 @@ def build_summary(
     clock: StageClock,
     seconds: float,
     export_dir: str,
+    predicted: Mapping[str, int],
 ) -> dict[str, Any]:
     """Collect what a run came to.
 
@@ -44,6 +45,7 @@ def build_summary(
         clock: Of the run.
         seconds: Of the whole command.
         export_dir: Where the export is.
+        predicted: The memory plan's peaks by stage, in bytes; empty without a plan.
     """
     texts = list(next(iter(perplexities.values()), {}))
     return {
@@ -59,7 +61,11 @@ def build_summary(
         },
         "units": [asdict(unit) for unit in units],
         "seconds": {"total": seconds, **clock.seconds},
-        "peak_memory": {"host_bytes": host_peak_bytes(), "device_bytes_by_stage": clock.peak_memory},
+        "peak_memory": {
+            "host_bytes": host_peak_bytes(),
+            "device_bytes_by_stage": clock.peak_memory,
+            "predicted_bytes_by_stage": dict(predicted),
+        },
         "device": device_name(clock.device),
         "export": {"path": export_dir, **asdict(report)} if report else None,
     }
@@ -108,3 +114,7 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
         f"peak memory: host {format_bytes(peaks['host_bytes'])}"
         + (f", device {format_bytes(device)} allocated" if device else "")
     )
+    for name, measured in peaks["device_bytes_by_stage"].items():
+        if name in peaks["predicted_bytes_by_stage"] and measured:
+            plan = peaks["predicted_bytes_by_stage"][name]
+            console.print(f"  {name}: {format_bytes(plan)} predicted, {format_bytes(measured)} measured")

@@ -129,17 +129,20 @@ class CalibrationData(LightningDataModule):
         self.pin_memory = pin_memory
         self._bound: tuple[UnitData, UnitData] | None = None
 
-    def check(self) -> None:
+    def check(self, texts: bool = True) -> None:
         """Look for everything that would make `tokenize` or training fail, before anything heavy is loaded.
+
+        Args:
+            texts: Whether to look at the sources of text too.
 
         Raises:
             ValueError: Lists all problems.
         """
         problems: list[str] = []
-        with _noting(problems, "data.calibration"):
-            self.calibration.check()
-        for name, source in self.evaluation.items():
-            with _noting(problems, f"data.evaluation.{name}"):
+        sources = {"data.calibration": self.calibration}
+        sources |= {f"data.evaluation.{name}": source for name, source in self.evaluation.items()}
+        for key, source in sources.items() if texts else ():
+            with _noting(problems, key):
                 source.check()
         if not self.evaluation:
             problems.append("data.evaluation: {} names no text; give at least one, the first is the headline figure")

@@ -44,7 +44,9 @@ class UnitShape:
         hessians: in_features of each Hessian: linears with the same input share one.
         nbytes: Weights and buffers of the whole unit in the compute dtype.
         capture: Working set of a pass of `forward_batch` sequences through the block as far as the unit's end.
-        training: Working set of a later microbatch's forward and backward pass, gradients of weights not counted.
+        training: Working set of a later microbatch's forward and backward pass on a single device, where gradients are
+            accumulated in place; gradients of weights not counted.
+        training_by_autograd: The same where autograd accumulates them, as on several devices.
         validation: Working set of a microbatch's forward pass without gradients.
     """
 
@@ -54,6 +56,7 @@ class UnitShape:
     nbytes: int
     capture: int
     training: int
+    training_by_autograd: int
     validation: int
 
     @property
@@ -102,6 +105,7 @@ class Job:
         forward_batch: Sequences at once outside refinement.
         samples: Training, validation and GPTQ sequences together.
         evaluation_samples: Sequences of all evaluation texts.
+        evaluation_store: Where their hidden states live.
         candidates: Candidates of the relaxation.
         windowed: Whether they differ from weight to weight.
         group_size: Weights that share a scale.
@@ -132,6 +136,7 @@ class Job:
     forward_batch: int
     samples: int
     evaluation_samples: int
+    evaluation_store: str
     candidates: int
     windowed: bool
     group_size: int
@@ -199,6 +204,11 @@ class MemoryPlan:
             if plan.stage == stage and plan.block in (None, first) and plan.unit in (None, unit):
                 return plan.allocated
         return None
+
+    def by_stage(self) -> dict[str, int]:
+        """Highest peak by the stage's name, over blocks and units."""
+        names = dict.fromkeys(plan.stage for plan in self.stages)
+        return {name: max(plan.allocated for plan in self.stages if plan.stage == name) for name in names}
 
     @property
     def tightest(self) -> StagePlan:
@@ -279,6 +289,7 @@ class MemoryPlan:
                         unit,
                         capture=int(unit.capture * forward),
                         training=int(unit.training * training),
+                        training_by_autograd=int(unit.training_by_autograd * training),
                         validation=int(unit.validation * training),
                     )
                     for unit in kind.units
@@ -309,7 +320,8 @@ class MemoryPlan:
             {"head": job.head_bytes, "logits": 2 * FLOAT32 * tokens * job.vocabulary, "cuBLAS": CUBLAS_BYTES},
             {"embedding": job.vocabulary_bytes, "hidden states": 3 * hidden},
         ]
-        yield StagePlan("evaluate", None, None, self._highest(pieces))
+        stored = {"stores": self.evaluation_store_bytes if job.evaluation_store == "device" else 0}
+        yield StagePlan("evaluate", None, None, stored | self._highest(pieces))
         if job.reload:
             logits = 2 * FLOAT32 * job.evaluation_seq_len * job.vocabulary
             yield StagePlan("reload", None, None, {"model": job.model_bytes, "logits": logits, "cuBLAS": CUBLAS_BYTES})
@@ -349,14 +361,16 @@ class MemoryPlan:
                 gradient["sharded weight and gradient"] = 2 * job.itemsize * unit.weights // share
             frozen = {} if job.cached or job.original_stream else {"original unit": unit.nbytes}
             batch = {"microbatches": copies * microbatch}
+            working = unit.training if job.world_size == 1 else unit.training_by_autograd
+            chunk = min(CHUNK_BYTES, FLOAT32 * job.candidates * unit.largest)
             pieces = [
-                state | gradient | batch | {"working set": unit.training},
+                state | gradient | batch | {"working set": working},
                 # the first sample is drawn, or hard weights are made
-                state | {"codes": unit.largest, "row chunks": SETUP_CHUNKS * CHUNK_BYTES},
+                state | {"codes": unit.largest, "row chunks": SETUP_CHUNKS * chunk},
                 {"hard weights": unit.largest * (1 + 2 * job.itemsize), "working set": unit.validation} | batch,
             ]
             if not job.fused:
-                pieces.append(state | gradient | {"row chunks": EAGER_CHUNKS * CHUNK_BYTES})
+                pieces.append(state | gradient | {"row chunks": EAGER_CHUNKS * chunk})
             yield StagePlan("refine", index, unit.kind, resident | frozen | self._highest(pieces))
         yield StagePlan("propagate", index, None, passing)
 
@@ -389,6 +403,11 @@ class MemoryPlan:
         units = max(len(kind.units) for kind in self.blocks)
         count = (3 if job.cached else 2) + (units if job.original_stream else 0)
         return count * job.samples * job.seq_len * job.hidden_size * job.store_itemsize
+
+    @property
+    def evaluation_store_bytes(self) -> int:
+        """Hidden states of all evaluation texts."""
+        return self._hidden(self.job.evaluation_samples * self.job.evaluation_seq_len)
 
     def _on_device(self) -> int:
         return self.store_bytes if self.job.store == "device" else 0

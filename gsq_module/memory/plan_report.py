@@ -65,7 +65,7 @@ def compare_devices(plan: MemoryPlan) -> list[dict[str, Any]]:
     for devices in DEVICES:
         for strategy in ("single",) if devices == 1 else ("ddp", "sharded"):
             # A recipe without microbatch_size shares its batch; one with it keeps it.
-            share = min(plan.job.microbatch, max(1, whole // devices)) if plan.job.shares_batch else plan.job.microbatch
+            share = max(1, whole // devices) if plan.job.shares_batch else plan.job.microbatch
             other = plan.changed(world_size=devices, strategy=strategy, microbatch=share)
             tightest = other.tightest
             rows.append(

@@ -154,13 +154,20 @@ class StreamedModel:
         return paths
 
     @contextmanager
-    def _around_blocks(self, head: bool):
-        """Load what the model's forward needs besides its blocks, and for its head no embedding; drop it again."""
+    def _around_blocks(self, head: bool, embedding: bool = True):
+        """Load what the model's forward needs besides its blocks; drop it again.
+
+        Args:
+            head: What the head needs, which is no embedding; otherwise what the way to the first block needs.
+            embedding: Whether the embedding's values matter there.
+        """
         paths = self.paths_around_blocks(head)
+        one_row = head or not embedding
         try:
+            paths = [path for path in paths if path != self.embedding_path or not one_row]
             for path in paths:
                 self._load(path)
-            if head:
+            if one_row:
                 # Looked up, but not looked at: one row stands for all. Of 250,000 tokens it would take gigabytes.
                 self._fill_buffers(self.embedding)
                 row = torch.zeros(1, self.hidden_size, device=self.device, dtype=self.dtype)
@@ -204,8 +211,9 @@ class StreamedModel:
         """
         vocabulary = self.embedding.num_embeddings
         tokens = torch.arange(batch_size * seq_len, device=self.device).view(batch_size, seq_len) % vocabulary
-        calls = self.record_shapes(tokens)
-        others = self.record_shapes((tokens + 1) % vocabulary)
+        with self._around_blocks(head=False):
+            calls = self._record(tokens)
+            others = self._record((tokens + 1) % vocabulary)
         for index, (call, other) in enumerate(zip(calls, others, strict=True)):
             for a, b in zip(call.tensors(), other.tensors(), strict=True):
                 if a.shape != b.shape or not torch.equal(a, b):
@@ -217,8 +225,8 @@ class StreamedModel:
 
     @torch.no_grad()
     def record_shapes(self, tokens: Tensor) -> list[BlockCall]:
-        """The call of every block for these tokens `[batch_size, seq_len]`, unchecked: for tensors without data."""
-        with self._around_blocks(head=False):
+        """The call of every block for inputs of this shape; the embedding is not read, and nothing is checked."""
+        with self._around_blocks(head=False, embedding=False):
             return self._record(tokens)
 
     def _record(self, tokens: Tensor) -> list[BlockCall]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +13,6 @@ import torch
 from callbacks import AllocatorStats, OOMReport
 from gsq_module import commands, forecasts
 from gsq_module.memory.plan import MemoryPlan
-
-if TYPE_CHECKING:
-    from conftest import Outcome
 
 GIB = 2**30
 STATS = ("--trainer.callbacks+=callbacks.AllocatorStats",)
@@ -46,8 +43,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[commands.Run
 
 
 @pytest.fixture
-def fit(toy, run_cli, tmp_path: Path) -> Callable[..., Outcome]:
-    def run(*options: str) -> Outcome:
+def fit(toy, run_cli, tmp_path: Path) -> Callable[..., Any]:
+    def run(*options: str) -> Any:
         return run_cli("fit", "--config", toy.recipe, "--run_dir", tmp_path / "run", *options)
 
     return run

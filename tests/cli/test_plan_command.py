@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +21,6 @@ from gsq_module.pipeline import find_units
 from gsq_module.planning import plan_run
 from gsq_module.quantization.training_ops import accumulating_in_place, squared_error
 from gsq_module.streaming.units import Branch, catch, trace_units
-
-if TYPE_CHECKING:
-    from conftest import Outcome
 
 SEQ_LEN, MICROBATCH, FORWARD_BATCH = 64, 2, 4
 BOTH = ["attention", "mlp"]
@@ -62,10 +59,10 @@ def bare(checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 
 
 @pytest.fixture
-def plan(toy, run_cli, bare, tmp_path: Path) -> Callable[..., Outcome]:
+def plan(toy, run_cli, bare, tmp_path: Path) -> Callable[..., Any]:
     """Plan the toy Llama: `plan("--memory", "12GiB", ...)`."""
 
-    def run(*options: str) -> Outcome:
+    def run(*options: str) -> Any:
         outcome = run_cli(
             *("plan", "--config", toy.recipe, "--model.path", bare("llama"), "--run_dir", tmp_path / "run"),
             *("--model.units", "[attention,mlp]", "--data.seq_len", SEQ_LEN, *options),
@@ -182,7 +179,7 @@ class TestFamilies:
                 assert sorted(one.hessians) == sorted((one.linears[0][1], one.linears[-1][1]))
         job = made.job
         assert (job.microbatch, job.forward_batch) == (MICROBATCH, FORWARD_BATCH)
-        assert (job.itemsize, job.store_itemsize) == (2, 2)
+        assert (job.itemsize, job.store_itemsize, job.store) == (2, 2, "device")
         assert job.model_bytes == 2 * sum(p.numel() for p in model.model.parameters())
 
     def test_every_stage_has_a_prediction(self, planned, name: str) -> None:

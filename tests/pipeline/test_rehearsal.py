@@ -71,7 +71,7 @@ def test_each_stage_has_what_the_plan_says_and_no_device_figures_on_a_cpu(rehear
     for row in rehearsed.rows:
         assert row.predicted is not None, row
         assert row.predicted > 0
-        assert (row.allocated, row.device_used) == (None, None)
+        assert (row.allocated, row.reserved, row.margin) == (None, None, None)
 
 
 def test_seconds_and_estimates_are_positive_and_for_all_blocks_of_a_kind(rehearsed):
