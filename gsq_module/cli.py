@@ -215,6 +215,8 @@ class GSQCLI(LightningCLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         section = self._get(self.config_init, "trainer")
+        if self.subcommand == "plan":
+            section["accelerator"] = "cpu"  # a plan computes nothing on the device, which need not be here
         problems = [
             f"trainer.{key}={section[key]}: the length of a unit's refinement is model.refinement.epochs; "
             "for a short trial: --model.num_blocks 1"
