@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from gsq_module.memory.allocator import setting_in_force
+from gsq_module.memory.failure import Place, ask, read_device_state
 from gsq_module.memory.oom import Evidence, Kind, find_cause, remember, remembered
-from gsq_module.memory.report import MemoryPlan, MemoryReport, Place, ask, build_report, read_device_state
+from gsq_module.memory.remedies import MemoryPlan
+from gsq_module.memory.report import MemoryReport, build_report
 from gsq_module.memory.stages import Stage, StageListener
 from gsq_module.memory.statistics import DeviceMemory
 

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 import transformers
 import yaml
-from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeFloat
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from rich import get_console
 from typing_extensions import override
 
 import gsq_module
 from callbacks import OOMReport, RunProgress
-from gsq_module import commands, forecasts
+from gsq_module import commands, doctor, forecasts
 from gsq_module.data.module import CalibrationData
 from gsq_module.memory.allocator import apply_policy
-from gsq_module.memory.doctor import diagnose, render
 from gsq_module.memory.oom import exit_code_of
 from gsq_module.module import GSQModule
 from gsq_module.run_directory import RunDirectory
@@ -47,8 +42,6 @@ FREE_FIELDS = (
     "model.targets",
 )
 """Fields of `model` and `data` that may change when a run is resumed: they do not shape the result."""
-
-RUN_DIR = "runs/gsq"
 
 USAGE = "python recipes/run.py {} --config RECIPE [--KEY VALUE ...]"
 """Lightning's own lists every key, which would push an error's text far down."""
@@ -173,7 +166,10 @@ class GSQCLI(LightningCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
-            "--run_dir", type=str, default=RUN_DIR, help="Folder of the run; the same command resumes what is in it."
+            "--run_dir",
+            type=str,
+            default=doctor.RUN_DIR,
+            help="Folder of the run; the same command resumes what is in it.",
         )
         parser.add_argument(
             "--export_dir",
@@ -336,30 +332,12 @@ def user_errors():
         raise SystemExit(USER_ERROR) from error
 
 
-def doctor(args: Sequence[str]) -> None:
-    """`run.py doctor`: no subcommand of LightningCLI, for those need a recipe."""
-    parser = ArgumentParser(
-        prog="run.py doctor",
-        description="Show versions, GPUs, memory, allocator setting and disk, and warn of what is likely to go wrong.",
-    )
-    parser.add_argument("--run_dir", type=str, default=RUN_DIR, help="Folder of the run, for the space on its disk.")
-    parser.add_argument("--json", action="store_true", help="Print JSON instead of a table; sizes are in bytes.")
-    options = parser.parse_args(args)
-    report = diagnose(options.run_dir)
-    if options.json:
-        print(json.dumps(report, indent=2))
-        return
-    get_console().print(render(report))
-    for warning in report["warnings"]:
-        print(f"warning: {warning}")
-
-
 def main(args: Any = None) -> GSQCLI | None:
     """Entry point of recipes/run.py. `doctor` returns nothing."""
     apply_policy()  # before anything can start CUDA, which reads the setting only then
     words = sys.argv[1:] if args is None else args
     if isinstance(words, list) and words[:1] == ["doctor"]:
-        doctor(words[1:])
+        doctor.main(words[1:])
         return None
     transformers.logging.set_verbosity_warning()
     # At low temperatures most probabilities are denormal numbers, which cost a CPU many times an ordinary one. Threads

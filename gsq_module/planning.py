@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gsq_module.data.module import CalibrationData
-from gsq_module.memory.plan import BlockShape, Job, MemoryPlan, UnitShape
+from gsq_module.memory.plan import MemoryPlan
+from gsq_module.memory.sizes import BlockShape, Job, UnitShape
 from gsq_module.memory.working_set import WorkingSet
 from gsq_module.module import DTYPES, GSQModule
 from gsq_module.pipeline import count_blocks, find_units

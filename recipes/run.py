@@ -1,7 +1,15 @@
 #!/usr/bin/env python3
-"""`python recipes/run.py {fit,export,evaluate} --config recipes/RECIPE.yaml`; see --help of each."""
+"""`python recipes/run.py {fit,export,evaluate,plan,rehearse} --config recipes/RECIPE.yaml`, or `doctor`; --help."""
 
-from gsq_module.cli import main
+import sys
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["doctor"]:
+        # Before Lightning and transformers are imported: it is to help where they are broken.
+        from gsq_module import doctor
+
+        doctor.main(sys.argv[2:])
+    else:
+        from gsq_module import cli
+
+        cli.main()

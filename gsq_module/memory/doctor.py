@@ -23,6 +23,7 @@ from rich.text import Text
 
 import gsq_module
 from gsq_module.memory.allocator import setting_in_force
+from gsq_module.memory.failure import ask
 from gsq_module.memory.statistics import GIB, format_bytes
 
 T = TypeVar("T")
@@ -66,13 +67,11 @@ def diagnose(run_dir: str | Path) -> dict[str, Any]:
     return report
 
 
-def ask(query: Callable[[], T]) -> T | str:
+def answer(query: Callable[[], T]) -> T | str:
     """What `query` returns; where it raises, `unavailable (reason)`."""
-    try:
-        return query()
-    except Exception as error:
-        first_line = next(iter(str(error).strip().splitlines()), "")
-        return f"unavailable ({type(error).__name__}{': ' if first_line else ''}{first_line})"
+    failures: list[str] = []
+    found = ask(query, None, failures)
+    return f"unavailable ({failures[0]})" if failures else found  # type: ignore[return-value]
 
 
 # --- queries ---------------------------------------------------------------------------------------------------------
@@ -80,11 +79,11 @@ def ask(query: Callable[[], T]) -> T | str:
 
 def _versions() -> dict[str, Any]:
     versions: dict[str, Any] = {"gsq-recipes": gsq_module.__version__, "python": platform.python_version()}
-    versions |= {package: ask(partial(_version_of, package)) for package in PACKAGES}
+    versions |= {package: answer(partial(_version_of, package)) for package in PACKAGES}
     without = None if torch.version.cuda else "unavailable (torch was built without CUDA)"
     versions["CUDA"] = without or torch.version.cuda
-    versions["cuDNN"] = without or ask(lambda: str(torch.backends.cudnn.version()))
-    versions["NCCL"] = without or ask(lambda: ".".join(map(str, torch.cuda.nccl.version())))
+    versions["cuDNN"] = without or answer(lambda: str(torch.backends.cudnn.version()))
+    versions["NCCL"] = without or answer(lambda: ".".join(map(str, torch.cuda.nccl.version())))
     return versions
 
 
@@ -96,10 +95,10 @@ def _version_of(package: str) -> str:
 
 
 def _system() -> dict[str, Any]:
-    memory = ask(lambda: dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)))
+    memory = answer(lambda: dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)))
 
     def size(name: str) -> int | str:
-        return memory if isinstance(memory, str) else ask(lambda: int(memory[name]) * 1024)
+        return memory if isinstance(memory, str) else answer(lambda: int(memory[name]) * 1024)
 
     system = {
         "platform": platform.system(),
@@ -110,19 +109,21 @@ def _system() -> dict[str, Any]:
     }
     # Outside a container, or with cgroups of version 1, there is no such file.
     limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := ask(lambda: limit.read_text().strip())) != "max":
+    if limit.exists() and (text := answer(lambda: limit.read_text().strip())) != "max":
         system["container_limit_bytes"] = int(text) if text.isdigit() else text
     return system
 
 
 def _driver() -> dict[str, Any]:
     """`version`; `memory` (used and free bytes by GPU) and `processes` (by GPU), by the GPUs' UUIDs."""
-    memory = ask(lambda: {line[0]: line[1:] for line in _nvidia_smi("gpu=uuid,memory.used,memory.free,driver_version")})
+    memory = answer(
+        lambda: {line[0]: line[1:] for line in _nvidia_smi("gpu=uuid,memory.used,memory.free,driver_version")}
+    )
     versions = [] if isinstance(memory, str) else [line[2] for line in memory.values()]
     return {
-        "version": versions[0] if versions else ask(_driver_version_of_the_kernel),
+        "version": versions[0] if versions else answer(_driver_version_of_the_kernel),
         "memory": memory,
-        "processes": ask(lambda: _nvidia_smi("compute-apps=gpu_uuid,pid,used_memory,process_name")),
+        "processes": answer(lambda: _nvidia_smi("compute-apps=gpu_uuid,pid,used_memory,process_name")),
     }
 
 
@@ -149,7 +150,7 @@ def _driver_version_of_the_kernel() -> str:
 def _gpus(driver: Mapping[str, Any]) -> list[dict[str, Any]] | str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        count = ask(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        count = answer(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0)
     if isinstance(count, str):
         return count
     if not count:
@@ -160,7 +161,7 @@ def _gpus(driver: Mapping[str, Any]) -> list[dict[str, Any]] | str:
 
 
 def _gpu(index: int, driver: Mapping[str, Any]) -> dict[str, Any]:
-    properties: Any = ask(lambda: torch.cuda.get_device_properties(index))
+    properties: Any = answer(lambda: torch.cuda.get_device_properties(index))
     if isinstance(properties, str):
         return {"name": properties}
     uuid = f"GPU-{properties.uuid}"
@@ -172,10 +173,10 @@ def _gpu(index: int, driver: Mapping[str, Any]) -> dict[str, Any]:
     mib = 2**20
     known = None if isinstance(driver["memory"], str) else driver["memory"].get(uuid)
     if known is not None:
-        gpu["free_bytes"] = ask(lambda: int(known[1]) * mib)
-        gpu["used_by_others_bytes"] = ask(lambda: int(known[0]) * mib)
+        gpu["free_bytes"] = answer(lambda: int(known[1]) * mib)
+        gpu["used_by_others_bytes"] = answer(lambda: int(known[0]) * mib)
     else:
-        gpu["free_bytes"] = ask(lambda: torch.cuda.mem_get_info(index)[0])
+        gpu["free_bytes"] = answer(lambda: torch.cuda.mem_get_info(index)[0])
         gpu["used_by_others_bytes"] = "unavailable (nvidia-smi does not know this GPU; free is less CUDA's own context)"
     if isinstance(driver["processes"], str):
         gpu["processes"] = driver["processes"]
@@ -190,7 +191,7 @@ def _pinned_memory() -> dict[str, Any]:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     pinned: dict[str, Any] = {"ulimit_l_bytes": "unlimited" if limit == resource.RLIM_INFINITY else limit}
     for mib in PIN_TRIALS_MIB:
-        pinned[f"pinning_{mib}_mib"] = ask(partial(_pin, mib))
+        pinned[f"pinning_{mib}_mib"] = answer(partial(_pin, mib))
     if setting_in_force().wsl:
         pinned["wsl2"] = "less can be pinned than the host has: a store of 7 GB failed there; pin small buffers only"
     return pinned
@@ -205,13 +206,13 @@ def _pin(mib: int) -> str:
 
 def _disk(run_dir: Path) -> dict[str, Any]:
     disk: dict[str, Any] = {
-        "shm_total_bytes": ask(lambda: shutil.disk_usage("/dev/shm").total),
-        "shm_free_bytes": ask(lambda: shutil.disk_usage("/dev/shm").free),
+        "shm_total_bytes": answer(lambda: shutil.disk_usage("/dev/shm").total),
+        "shm_free_bytes": answer(lambda: shutil.disk_usage("/dev/shm").free),
     }
 
     def add(name: str, find: Callable[[], str | Path]) -> None:
-        disk[name] = ask(lambda: str(Path(find()).absolute()))
-        disk[f"{name}_free_bytes"] = ask(lambda: _free_below(Path(find()).absolute()))
+        disk[name] = answer(lambda: str(Path(find()).absolute()))
+        disk[f"{name}_free_bytes"] = answer(lambda: _free_below(Path(find()).absolute()))
 
     add("run_dir", lambda: run_dir)
     add("temporary_files", tempfile.gettempdir)

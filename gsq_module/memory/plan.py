@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gsq_module.memory.sizes import BlockShape, Job, UnitShape
+
 MIB = 2**20
 
 CONTEXT_BYTES = 520 * MIB
@@ -32,126 +34,6 @@ SETUP_CHUNKS, EAGER_CHUNKS = 4, 7
 HEAD_TOKENS = 512
 """Positions whose logits are computed at once (evaluation.HEAD_TOKENS)."""
 FLOAT32 = 4
-
-
-@dataclass(frozen=True)
-class UnitShape:
-    """One unit's sizes.
-
-    Attributes:
-        kind: `attention` or `mlp`.
-        linears: `(out_features, in_features)` of each quantized linear.
-        hessians: in_features of each Hessian: linears with the same input share one.
-        nbytes: Weights and buffers of the whole unit in the compute dtype.
-        capture: Working set of a pass of `forward_batch` sequences through the block as far as the unit's end.
-        training: Working set of a later microbatch's forward and backward pass on a single device, where gradients are
-            accumulated in place; gradients of weights not counted.
-        training_by_autograd: The same where autograd accumulates them, as on several devices.
-        validation: Working set of a microbatch's forward pass without gradients.
-    """
-
-    kind: str
-    linears: tuple[tuple[int, int], ...]
-    hessians: tuple[int, ...]
-    nbytes: int
-    capture: int
-    training: int
-    training_by_autograd: int
-    validation: int
-
-    @property
-    def weights(self) -> int:
-        return sum(rows * cols for rows, cols in self.linears)
-
-    @property
-    def largest(self) -> int:
-        return max(rows * cols for rows, cols in self.linears)
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """One kind of block.
-
-    Attributes:
-        indices: The blocks of this kind.
-        nbytes: Weights and buffers in the compute dtype.
-        calls: Tensors that the model passes to every block beside the hidden states, all batch sizes.
-        forward: Working set of one pass of `forward_batch` sequences.
-        units: Its quantized units in order.
-    """
-
-    indices: tuple[int, ...]
-    nbytes: int
-    calls: int
-    forward: int
-    units: tuple[UnitShape, ...]
-
-
-@dataclass(frozen=True)
-class Job:
-    """The sizes of a run that do not depend on the block.
-
-    Attributes:
-        hidden_size: Of a hidden state.
-        itemsize: Of the compute dtype.
-        store_itemsize: Of a stored hidden state.
-        vocabulary_bytes: Embedding and whatever else stands before the blocks.
-        head_bytes: What stands behind them: the last norm and the head.
-        vocabulary: Its size.
-        seq_len: Tokens of a calibration sequence.
-        evaluation_seq_len: Tokens of an evaluation sequence.
-        microbatch: Sequences of a device's microbatch.
-        shares_batch: Whether that is the device's whole share of a batch, and so smaller on more devices.
-        forward_batch: Sequences at once outside refinement.
-        samples: Training, validation and GPTQ sequences together.
-        evaluation_samples: Sequences of all evaluation texts.
-        evaluation_store: Where their hidden states live.
-        candidates: Candidates of the relaxation.
-        windowed: Whether they differ from weight to weight.
-        group_size: Weights that share a scale.
-        logit_itemsize: Of logits and momentum.
-        storage_bits: Bits a code takes in the export.
-        fused: Whether the Triton kernels serve.
-        gptq: Whether the initializer is GPTQ.
-        original_stream: Whether targets come from the original stream.
-        cached: Whether a unit's inputs and targets are cached.
-        store: Where hidden states live: `device`, `memory` or `disk`.
-        world_size: Processes that share a run.
-        strategy: `single`, `ddp` or `sharded`.
-        model_bytes: All weights in the compute dtype, tied ones once.
-        reload: Whether the export is also loaded whole.
-        float_bytes: Weights that stay in float, in the export's dtype.
-    """
-
-    hidden_size: int
-    itemsize: int
-    store_itemsize: int
-    vocabulary_bytes: int
-    head_bytes: int
-    vocabulary: int
-    seq_len: int
-    evaluation_seq_len: int
-    microbatch: int
-    shares_batch: bool
-    forward_batch: int
-    samples: int
-    evaluation_samples: int
-    evaluation_store: str
-    candidates: int
-    windowed: bool
-    group_size: int
-    logit_itemsize: int
-    storage_bits: int
-    fused: bool
-    gptq: bool
-    original_stream: bool
-    cached: bool
-    store: str
-    world_size: int
-    strategy: str
-    model_bytes: int
-    reload: bool
-    float_bytes: int
 
 
 Terms = dict[str, int]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gsq_module import cli
+from gsq_module import cli, doctor
 from gsq_module.memory.allocator import setting_in_force
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> dict:
         "disk": {"run_dir_free_bytes": 3 * 2**30, "hub_cache": "/cache [full]"},
         "warnings": ["it is late", "it rains"],
     }
-    monkeypatch.setattr(cli, "diagnose", lambda run_dir: report | {"run_dir": str(run_dir)})
+    monkeypatch.setattr(doctor, "diagnose", lambda run_dir: report | {"run_dir": str(run_dir)})
     return report
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from gsq_module.memory.allocator_setting import AllocatorSetting
+from gsq_module.memory.failure import DeviceState, Place, read_device_state
 from gsq_module.memory.oom import Evidence, classify
-from gsq_module.memory.report import DeviceState, Place, build_report, read_device_state
+from gsq_module.memory.report import build_report
 
 GIB = 2**30
 CUDA = torch.device("cuda", 1)
@@ -222,7 +223,7 @@ class TestRemedies:
             (MemoryError(), "--model.store disk"),
             (RuntimeError("Caught ... in pin memory thread: CUDA error: invalid argument"), "--data.pin_memory false"),
             (RuntimeError("CUDA error: an illegal memory access was encountered"), "CUDA_LAUNCH_BLOCKING=1"),
-            (RuntimeError("out of resource: shared memory, Required: 66560"), "eager path"),
+            (RuntimeError("out of resource: shared memory, Required: 66560"), "kernels eager"),
             (FloatingPointError("loss is not finite"), "--model.dtype"),
         ],
     )
