@@ -1,4 +1,4 @@
-"""The command line: LightningCLI with the subcommands fit, export and evaluate; doctor beside it."""
+"""The command line: LightningCLI with the subcommands fit, export, evaluate, plan and rehearse; doctor beside it."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class RecipeParser(LightningArgumentParser):
 
 
 class GSQCLI(LightningCLI):
-    """`run.py {fit,export,evaluate} --config RECIPE`; every key of a recipe is also an option."""
+    """`run.py {fit,export,evaluate,plan,rehearse} --config RECIPE`; every key of a recipe is also an option."""
 
     def __init__(self, args: Any = None) -> None:
         self.began = time.perf_counter()
@@ -212,7 +212,9 @@ class GSQCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         section = self._get(self.config_init, "trainer")
         if self.subcommand == "plan":
-            section["accelerator"] = "cpu"  # a plan computes nothing on the device, which need not be here
+            # A plan computes nothing on the devices, which need not be here; only their number counts.
+            section["accelerator"] = "cpu"
+            section["devices"] = _count(section.get("devices"))
         problems = [
             f"trainer.{key}={section[key]}: the length of a unit's refinement is model.refinement.epochs; "
             "for a short trial: --model.num_blocks 1"
@@ -320,6 +322,15 @@ class GSQCLI(LightningCLI):
         config = yaml.safe_load(self._resolved_config())
         visit("", {key: config[key] for key in ("seed_everything", "model", "data")})
         return flat
+
+
+def _count(devices: Any) -> int:
+    """How many devices a value of `trainer.devices` means; one where that depends on the machine."""
+    if isinstance(devices, str):
+        devices = [part for part in devices.split(",") if part.strip()] if "," in devices else devices
+    if isinstance(devices, list):
+        return max(1, len(devices))
+    return int(devices) if str(devices).isdigit() and int(devices) > 0 else 1
 
 
 @contextmanager

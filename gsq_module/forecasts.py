@@ -11,7 +11,8 @@ from rich import get_console
 
 from gsq_module import rehearsal
 from gsq_module.atomic import write_atomically
-from gsq_module.commands import Run
+from gsq_module.commands import Run, raise_collected
+from gsq_module.coverage import check_geometry
 from gsq_module.memory.plan import CONTEXT_BYTES, MemoryPlan
 from gsq_module.memory.plan_report import as_dict, parse_bytes, remedies, render, verdict
 from gsq_module.memory.statistics import format_bytes
@@ -37,9 +38,17 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def make_plan(run: Run, device: torch.device, free_bytes: int | None) -> MemoryPlan:
-    """The plan of a run on a device with this much free memory."""
+    """The plan of a run on a device with this much free memory.
+
+    Raises:
+        ValueError: The model's geometry refuses the recipe; lists every problem.
+    """
+    folder = _config_folder(run)
+    tree = meta_model(folder)
+    model = StreamedModel(tree, SyntheticCheckpoint(folder, tree), torch.device("cpu"), run.dtype)
+    raise_collected(check_geometry(model, run.recipe))
     return plan_run(
-        _config_folder(run), run.recipe, run.data, device, free_bytes, run.trainer.world_size,
+        folder, run.recipe, run.data, device, free_bytes, run.trainer.world_size,
         strategy_name(run.trainer), run.reload_max_gib,
     )  # fmt: skip
 
@@ -87,9 +96,9 @@ def check_memory(run: Run, refuse: bool) -> None:
     free = _free_bytes(run.device)
     try:
         made = make_plan(run, run.device, free)
-    except (ValueError, FileNotFoundError):
-        raise
-    except Exception:
+    except Exception as error:
+        if refuse and isinstance(error, (ValueError, FileNotFoundError)):
+            raise
         # A model whose blocks cannot be run on tensors without data is quantized all the same.
         logger.warning("no memory plan can be made for this model", exc_info=True)
         return

@@ -256,7 +256,8 @@ class GSQModule(LightningModule):
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         loss = self.relative_error(batch)
         # Lightning copies what is logged about, and reads it where a progress bar wants it: only when it is written.
-        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and (self.trainer.global_step + 1) % every == 0:
             self.log("train/error", loss.detach())
         return loss
 

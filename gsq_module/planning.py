@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gsq_module.data.module import CalibrationData
+from gsq_module.memory.allocator import setting_in_force
 from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.sizes import BlockShape, Job, UnitShape
 from gsq_module.memory.working_set import WorkingSet
@@ -108,6 +109,8 @@ def _job(
         group_size=recipe.group_size,
         logit_itemsize=DTYPES[recipe.refinement.logit_dtype].itemsize,
         storage_bits=recipe.grid.storage_bits,
+        expandable_segments=setting_in_force().expandable_segments,
+        measure_initial=recipe.measure_initial and recipe.refinement.epochs > 0,
         fused=recipe.kernels == "auto",
         gptq=recipe.initializer == "gptq",
         original_stream=recipe.target == "original_stream",

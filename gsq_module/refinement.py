@@ -10,7 +10,9 @@ import traceback
 from dataclasses import dataclass
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
 
 from callbacks import OOMReport
 from gsq_module.data.module import CalibrationData
@@ -42,6 +44,18 @@ class Outcome:
         return self.refined_error is not None and self.refined_error < self.initial_error
 
 
+class _LetGo(Callback):
+    """After an error, keeps Lightning's teardown from moving the unit and the optimizer's state to the host."""
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        assert isinstance(pl_module, GSQModule)
+        pl_module.student = None
+        for optimizer in trainer.optimizers:
+            optimizer.state.clear()
+        trainer.strategy.optimizers = []
+
+
 class UnitRefiner:
     """Refines unit after unit with one Trainer, so that its loggers see one run whose step only rises.
 
@@ -53,6 +67,9 @@ class UnitRefiner:
 
     def __init__(self, trainer: Trainer, module: GSQModule, data: CalibrationData) -> None:
         self.trainer, self.module, self.data = trainer, module, data
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        # Last: reports want to see the memory as the error left it.
+        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, _LetGo)] + [_LetGo()]
 
     def __call__(self, problem: UnitProblem, train: UnitSamples, validation: UnitSamples) -> Outcome:
         """Measure the initial codes, refine them, measure again, keep the better (design.md, contract 3).

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -26,10 +26,11 @@ from gsq_module.module import GSQModule
 from gsq_module.pipeline import BlockLoop
 from gsq_module.refinement import UnitRefiner
 from gsq_module.run_directory import UnitShards
+from gsq_module.streaming.activations import Location
 from gsq_module.streaming.model import StreamedModel
 
 STEPS = 6
-"""Optimizer steps of a rehearsed unit; the first compiles kernels, the others are timed."""
+"""Optimizer steps of a rehearsed unit; all but the first are timed."""
 
 
 @dataclass
@@ -120,7 +121,6 @@ def rehearse(
     shutil.rmtree(folder, ignore_errors=True)
     watch = _Watch()
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    callbacks.append(watch)
     clock = StageClock(model.device, [*listeners, watch])
     random = torch.Generator().manual_seed(0)
 
@@ -130,23 +130,40 @@ def rehearse(
     parts = (max(data.batch_size, job.forward_batch), 2 * job.microbatch * job.world_size, 2 * job.forward_batch)
     samples = Samples.of(*(text(rows, job.seq_len) for rows in parts))
     indices = [kind.indices[0] for kind in plan.blocks]
-    loop = BlockLoop(
-        recipe, model, samples, job.forward_batch, {job.microbatch}, clock, folder / "activations", recipe.target,
-        STEPS, pin_memory=data.pin_memory, indices=indices,
-    )  # fmt: skip
+
+    def loop(told: StageClock, part: Path, blocks: list[int], steps: int) -> None:
+        block_loop = BlockLoop(
+            recipe, model, samples, job.forward_batch, {job.microbatch}, told, part / "activations", recipe.target,
+            steps, pin_memory=data.pin_memory, indices=blocks,
+        )  # fmt: skip
+        block_loop.run(UnitShards(part / "units", recipe.grid), UnitRefiner(trainer, recipe, data))
+
+    chosen, recipe.store = recipe.store, cast(Location, job.store)
+    # Hidden states of the samples that a rehearsal leaves out, where the run would keep them on the device.
+    missing = plan.store_bytes * (job.samples - len(samples.tokens)) // job.samples
+    ballast = torch.empty(max(0, missing) if job.store == "device" else 0, dtype=torch.uint8, device=model.device)
     try:
-        loop.run(UnitShards(folder / "units", recipe.grid), UnitRefiner(trainer, recipe, data))
+        # Kernels are compiled and libraries loaded now, so that they do not count as the run's time.
+        loop(StageClock(model.device), folder / "warm", indices[:1], 1)
+        callbacks.append(watch)
+        loop(clock, folder, indices, STEPS)
+        del ballast
         with clock.stage("evaluate"):
-            texts = {"rehearsal": text(1, job.evaluation_seq_len)}
-            streamed_perplexity(model, texts, 1, folder / "activations", None, data.pin_memory, indices, recipe.store)
+            at_once = min(data.sequences_at_once(job.evaluation_seq_len), job.evaluation_samples)
+            texts = {"rehearsal": text(at_once, job.evaluation_seq_len)}
+            place = cast(Location, job.evaluation_store)
+            streamed_perplexity(model, texts, at_once, folder / "activations", None, data.pin_memory, indices, place)
     finally:
-        callbacks.remove(watch)
+        recipe.store = chosen
+        callbacks[:] = [callback for callback in callbacks if callback is not watch]
         shutil.rmtree(folder, ignore_errors=True)
     return _summarize(watch, plan, recipe, data, len(samples.tokens))
 
 
 def _summarize(watch: _Watch, plan: MemoryPlan, recipe: GSQModule, data: CalibrationData, rows: int) -> list[Rehearsed]:
+    job = plan.job
     steps = recipe.refinement.epochs * (data.train_samples // data.batch_size)
+    # The initial codes alone are a pass of their own, on the quantized stream.
     passes = 2 if recipe.measure_initial and recipe.refinement.epochs else 1
     found = []
     for stage, seconds, memory in watch.stages:
@@ -158,9 +175,10 @@ def _summarize(watch: _Watch, plan: MemoryPlan, recipe: GSQModule, data: Calibra
             full = seconds * passes
         elif stage.name == "evaluate":
             share = sum(len(kind.indices) for kind in plan.blocks) / len(plan.blocks)
-            full = seconds * plan.job.evaluation_samples * share * (passes + 2)
+            batches = -(-job.evaluation_samples // data.sequences_at_once(job.evaluation_seq_len))
+            full = seconds * batches * share * (passes + 1)
         else:
-            full = seconds * plan.job.samples / rows * passes
+            full = seconds * job.samples / rows * (1 if stage.name == "original" else passes)
         found.append(
             Rehearsed(
                 stage.name, stage.block, stage.unit, seconds,

@@ -25,8 +25,9 @@ CUBLAS_BYTES = 64 * MIB
 """Workspaces that cuBLAS and cuBLASLt keep in torch's allocator, once a matrix product has run."""
 NCCL_BYTES = 640 * MIB
 """NCCL's buffers of one rank (field-notes.md: 0.5-0.7 GiB on PCIe cards)."""
-FRAGMENT_FRACTION = 0.03
-"""What the caching allocator reserves beyond what it hands out, of the peak."""
+FRAGMENT_FRACTION = {True: 0.03, False: 0.14}
+"""What the caching allocator reserves beyond what it hands out, of the peak, with expandable segments and without: on
+an H200 0.02 in a refinement, and 0.14 at the wall (docs/memory.md)."""
 CHUNK_BYTES = 64 * MIB
 """A temporary of a row chunk (relaxation.MAX_TEMPORARY_BYTES)."""
 SETUP_CHUNKS, EAGER_CHUNKS = 4, 7
@@ -34,6 +35,7 @@ SETUP_CHUNKS, EAGER_CHUNKS = 4, 7
 HEAD_TOKENS = 512
 """Positions whose logits are computed at once (evaluation.HEAD_TOKENS)."""
 FLOAT32 = 4
+ANOTHER = "(another result, so another run_dir)"
 
 
 Terms = dict[str, int]
@@ -98,7 +100,7 @@ class MemoryPlan:
 
     def device_bytes(self, allocated: int) -> int:
         """What the device must have free for a peak of allocated bytes: context, NCCL and fragments included."""
-        return int(allocated * (1 + FRAGMENT_FRACTION)) + self.overhead
+        return int(allocated * (1 + FRAGMENT_FRACTION[self.job.expandable_segments])) + self.overhead
 
     @property
     def overhead(self) -> int:
@@ -115,17 +117,18 @@ class MemoryPlan:
         """Peak host memory of this rank beside Python, torch and CUDA: stores, the largest block as read, codes."""
         block = max(kind.nbytes for kind in self.blocks)
         codes = 2 * max(unit.weights for kind in self.blocks for unit in kind.units)
-        stores = self.store_bytes if self.job.store == "memory" else 0
+        stores = self._stored("memory")
         pinned = 5 * self._hidden(max(self.job.forward_batch, self.job.microbatch) * self.job.seq_len)
         return block + codes + stores + pinned + max(self.job.vocabulary_bytes, self.job.head_bytes)
 
     @property
     def disk_bytes(self) -> int:
-        """Disk of the run directory: unit shards, export, hidden states stored as files."""
+        """Disk of the run directory: refined and initial unit shards, export, hidden states stored as files."""
         weights = sum(unit.weights * len(kind.indices) for kind in self.blocks for unit in kind.units)
         scales = weights // self.job.group_size * 2
         shards = weights * self.job.storage_bits // 8 + scales
-        return 2 * shards + self.job.float_bytes + (self.store_bytes if self.job.store == "disk" else 0)
+        sets = 3 if self.job.measure_initial else 2
+        return sets * shards + self.job.float_bytes + self._stored("disk")
 
     def remedies(self, stage: str) -> list[tuple[str, int]]:
         """Changes of the recipe that lower a stage's peak, and the bytes each saves, in order of gain."""
@@ -143,20 +146,20 @@ class MemoryPlan:
             yield "--data.microbatch_size 1", self.changed(microbatch=1)
         if job.forward_batch > 1:
             yield "--data.forward_batch_size 1", self.changed(forward_batch=1)
-        if job.store == "device":
-            yield "--model.store memory", self.changed(store="memory")
+        if "device" in (job.store, job.evaluation_store):
+            yield "--model.store memory", self.changed(store="memory", evaluation_store="memory")
         if job.cached and job.original_stream:
             yield "--model.targets recomputed", self.changed(cached=False)
         if not job.cached and not job.original_stream:
             yield "--model.targets cached", self.changed(cached=True)
         if job.logit_itemsize > 2:
-            yield "--model.refinement.logit_dtype bfloat16", self.changed(logit_itemsize=2)
+            yield f"--model.refinement.logit_dtype bfloat16 {ANOTHER}", self.changed(logit_itemsize=2)
         if job.gptq:
-            yield "--model.initializer rtn (less accurate)", self.changed(gptq=False)
+            yield f"--model.initializer rtn {ANOTHER}", self.changed(gptq=False)
         if job.reload:
             yield "--reload_max_gib 0", self.changed(reload=False)
         if job.candidates > 4:
-            yield "--model.bits 2 (fewer candidates; another result)", self.changed(candidates=4, windowed=False)
+            yield f"--model.bits 2 {ANOTHER}", self.changed(candidates=4, windowed=False)
 
     def changed(self, **changes: Any) -> MemoryPlan:
         """The plan of a changed job; working sets are in proportion to the sequences they are for."""
@@ -290,6 +293,14 @@ class MemoryPlan:
     def evaluation_store_bytes(self) -> int:
         """Hidden states of all evaluation texts."""
         return self._hidden(self.job.evaluation_samples * self.job.evaluation_seq_len)
+
+    def _stored(self, place: str) -> int:
+        """Hidden states in one place; those of evaluation and of calibration are never there together."""
+        job = self.job
+        return max(
+            self.store_bytes if job.store == place else 0,
+            self.evaluation_store_bytes if job.evaluation_store == place else 0,
+        )
 
     def _on_device(self) -> int:
         return self.store_bytes if self.job.store == "device" else 0

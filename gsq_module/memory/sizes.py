@@ -82,6 +82,8 @@ class Job:
         group_size: Weights that share a scale.
         logit_itemsize: Of logits and momentum.
         storage_bits: Bits a code takes in the export.
+        expandable_segments: Whether the allocator has them.
+        measure_initial: Whether the initial codes are kept too.
         fused: Whether the Triton kernels serve.
         gptq: Whether the initializer is GPTQ.
         original_stream: Whether targets come from the original stream.
@@ -113,6 +115,8 @@ class Job:
     group_size: int
     logit_itemsize: int
     storage_bits: int
+    expandable_segments: bool
+    measure_initial: bool
     fused: bool
     gptq: bool
     original_stream: bool

@@ -20,7 +20,7 @@ class Stage:
     """One stage of a run. Two stages are equal when name, block and unit are.
 
     Args:
-        name: `capture`, `gptq`, `refine`, `propagate`, `export`, `evaluate`, ...
+        name: `capture`, `initialize`, `refine`, `propagate`, `export`, `evaluate`, ...
         block: Index of the decoder block, from 0; `None` outside the block loop.
         unit: Name of the unit; `None` where the stage is the whole block's.
         num_blocks: Blocks the run goes through; 0 where that is unknown.
@@ -67,9 +67,9 @@ class StageClock:
     Example::
 
         clock = StageClock(torch.device("cuda", 0), [c for c in trainer.callbacks if isinstance(c, StageListener)])
-        with clock.stage("gptq", block=3, unit="mlp"):
+        with clock.stage("initialize", block=3, unit="mlp"):
             ...
-        clock.seconds["gptq"]
+        clock.seconds["initialize"]
     """
 
     def __init__(

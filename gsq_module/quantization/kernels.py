@@ -41,14 +41,19 @@ def _tile(num_groups, GROUP: tl.constexpr, PADDED: tl.constexpr, GROUPS_PER_PROG
 def _load_logits(logits, size, offset, mask, K: tl.constexpr, MASKED: tl.constexpr):
     """Up to five levels in float32; those beyond K repeat the first and are never used."""
     l0 = load(logits + offset, mask, MASKED).to(tl.float32)
-    l1 = load(logits + size + offset, mask, MASKED).to(tl.float32)
+    # Added to one by one: offsets are int64, a multiple of the size alone would be int32 and pass 2^31.
+    offset += size
+    l1 = load(logits + offset, mask, MASKED).to(tl.float32)
     l2, l3, l4 = l0, l0, l0
     if K > 2:
-        l2 = load(logits + 2 * size + offset, mask, MASKED).to(tl.float32)
+        offset += size
+        l2 = load(logits + offset, mask, MASKED).to(tl.float32)
     if K > 3:
-        l3 = load(logits + 3 * size + offset, mask, MASKED).to(tl.float32)
+        offset += size
+        l3 = load(logits + offset, mask, MASKED).to(tl.float32)
     if K > 4:
-        l4 = load(logits + 4 * size + offset, mask, MASKED).to(tl.float32)
+        offset += size
+        l4 = load(logits + offset, mask, MASKED).to(tl.float32)
     return l0, l1, l2, l3, l4
 
 
@@ -117,18 +122,22 @@ def _update_kernel(
 
     word_01, word_23, word_4 = words(offset, start, next_key_0, next_key_1, K, WIDE)
     bits = stream(word_01, word_23, word_4, K - 1, 0)
+    offset_1 = offset + size
+    offset_2 = offset_1 + size
+    offset_3 = offset_2 + size
+    offset_4 = offset_3 + size
     l0 = _lion(logits, momentum, offset, mask, l0, common * p0 * (0.0 - position), bits,
                lr, decay, beta_update, beta_momentum, ROUND, MASKED)  # fmt: skip
-    l1 = _lion(logits, momentum, size + offset, mask, l1, common * p1 * (1.0 - position), bits,
+    l1 = _lion(logits, momentum, offset_1, mask, l1, common * p1 * (1.0 - position), bits,
                lr, decay, beta_update, beta_momentum, ROUND, MASKED)  # fmt: skip
     if K > 2:
-        l2 = _lion(logits, momentum, 2 * size + offset, mask, l2, common * p2 * (2.0 - position), bits,
+        l2 = _lion(logits, momentum, offset_2, mask, l2, common * p2 * (2.0 - position), bits,
                    lr, decay, beta_update, beta_momentum, ROUND, MASKED)  # fmt: skip
     if K > 3:
-        l3 = _lion(logits, momentum, 3 * size + offset, mask, l3, common * p3 * (3.0 - position), bits,
+        l3 = _lion(logits, momentum, offset_3, mask, l3, common * p3 * (3.0 - position), bits,
                    lr, decay, beta_update, beta_momentum, ROUND, MASKED)  # fmt: skip
     if K > 4:
-        l4 = _lion(logits, momentum, 4 * size + offset, mask, l4, common * p4 * (4.0 - position), bits,
+        l4 = _lion(logits, momentum, offset_4, mask, l4, common * p4 * (4.0 - position), bits,
                    lr, decay, beta_update, beta_momentum, ROUND, MASKED)  # fmt: skip
 
     change = load(scale_momentum + group, in_range, MASKED) - scale_grad

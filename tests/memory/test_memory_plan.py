@@ -43,7 +43,7 @@ def plan(blocks=None, **changes):
         hidden_size=HIDDEN, itemsize=2, store_itemsize=2, vocabulary_bytes=2 * GIB, head_bytes=2 * GIB,
         vocabulary=248320, seq_len=SEQ_LEN, evaluation_seq_len=SEQ_LEN, microbatch=1, shares_batch=False,
         forward_batch=4, samples=SAMPLES, evaluation_samples=64, candidates=4, windowed=False, group_size=128,
-        evaluation_store="memory",
+        evaluation_store="memory", expandable_segments=True, measure_initial=False,
         logit_itemsize=2, storage_bits=2, fused=True, gptq=True, original_stream=True, cached=True,
         store="memory", world_size=1, strategy="single", model_bytes=50 * GIB, reload=False, float_bytes=5 * GIB,
     )  # fmt: skip
@@ -203,12 +203,18 @@ class TestStages:
 
     def test_host_and_disk(self):
         made = plan()
+        on_device = plan(store="device", evaluation_store="device")
         assert made.store_bytes == 4 * STATE
-        assert made.host_bytes - plan(store="device").host_bytes == 4 * STATE
-        assert plan(store="disk").host_bytes == plan(store="device").host_bytes
+        assert made.host_bytes - on_device.host_bytes == 4 * STATE
+        assert plan(store="disk", evaluation_store="disk").host_bytes == on_device.host_bytes
         assert plan(store="disk").disk_bytes - made.disk_bytes == 4 * STATE
+        # evaluation's states are never there together with calibration's: the larger count
+        only = plan(store="device", evaluation_samples=64)
+        assert only.host_bytes - on_device.host_bytes == made.evaluation_store_bytes < 4 * STATE
         # three blocks of 2-bit codes and half-precision scales, as shards and as the export; the rest of the weights
-        assert made.disk_bytes == 2 * 3 * (WEIGHTS // 4 + WEIGHTS // 128 * 2) + 5 * GIB
+        shards = 3 * (WEIGHTS // 4 + WEIGHTS // 128 * 2)
+        assert made.disk_bytes == 2 * shards + 5 * GIB
+        assert plan(measure_initial=True).disk_bytes == 3 * shards + 5 * GIB
 
 
 def two_kinds():
@@ -306,7 +312,8 @@ class TestRemedies:
         made = plan(logit_itemsize=4, microbatch=2)
         assert made.tightest.stage == "refine"
         assert remedies(made) == [
-            f"--model.refinement.logit_dtype bfloat16: {format_bytes(16 * WEIGHTS)} less",
+            "--model.refinement.logit_dtype bfloat16 (another result, so another run_dir): "
+            f"{format_bytes(16 * WEIGHTS)} less",
             f"--data.microbatch_size 1: {format_bytes(TRAINING + 4 * ROW)} less",
         ]
 

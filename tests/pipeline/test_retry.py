@@ -50,7 +50,11 @@ def test_the_retry_reaches_the_codes_of_a_run_that_began_smaller(llama, tmp_path
         tried = fail_where(
             patch, lambda module, rows: rows > 2 and module.trainer.global_step == 21, torch.OutOfMemoryError(FULL)
         )
+        moved = []
+        patch.setattr(GSQModule, "cpu", lambda self: moved.append(sum(p.numel() for p in self.parameters())) or self)
         run(llama, tmp_path / "retried", *options, *IN_DOUBLE)
+    assert moved, "Lightning's teardown moves the module to the host"
+    assert set(moved) == {0}, "not the unit: the retry needs it where it is"
     assert set(tried) == {4, 2}, "later units begin with the size that fitted"
     assert_same_codes(tmp_path / "retried", tmp_path / "small")
     units = summary_of(tmp_path / "retried")["units"]
