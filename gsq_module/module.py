@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from typing_extensions import override
 
+from gsq_module import ranks
 from gsq_module.quantization.grid import GRIDS, Grid, QuantizedWeight
 from gsq_module.quantization.optimizer import RelaxedLion
 from gsq_module.quantization.schedule import AnnealingSchedule
@@ -269,7 +270,7 @@ class GSQModule(LightningModule):
 
     @override
     def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
-        self.log("validation/error", self.relative_error(batch), batch_size=batch[0].shape[0])
+        self.log("validation/error", self.relative_error(batch), batch_size=batch[0].shape[0], sync_dist=True)
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -304,17 +305,18 @@ class GSQModule(LightningModule):
 
     @torch.no_grad()
     def hard_error(self, weights: dict[str, QuantizedWeight], batches: Iterable[Any], device: torch.device) -> float:
-        """Mean relative error of hard weights over validation batches; they stay in the student.
+        """Mean relative error of hard weights over the validation batches of all ranks; they stay in the student.
 
         Args:
             weights: Codes and scales by module path.
-            batches: As `validation_step` takes them.
+            batches: As `validation_step` takes them; those of this rank.
             device: Where the student is.
         """
         self.place(weights)
-        total, samples = torch.zeros((), dtype=torch.float64, device=device), 0
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # of errors, and samples
         for batch in batches:
             batch = tuple(tensor.to(device, non_blocking=True) for tensor in batch)
-            total += self.relative_error(batch).double() * len(batch[0])
-            samples += len(batch[0])
-        return float(total / samples)
+            total[0] += self.relative_error(batch).double() * len(batch[0])
+            total[1] += len(batch[0])
+        errors, samples = ranks.all_reduce_(total)
+        return float(errors / samples)

@@ -121,7 +121,7 @@ class UnitRefiner:
         self.data.microbatch_size = microbatch
         self.trainer.accumulate_grad_batches = self.data.accumulate_grad_batches(1)
         assert problem.resize is not None
-        for size in self.data.microbatch_sizes(1):
+        for size in self.data.microbatch_sizes():
             problem.resize(size)
 
     def _fit(self, steps: int) -> None:

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from rich.table import Table
 from typing_extensions import override
 
+from gsq_module import ranks
 from gsq_module.data.module import CalibrationData
 from gsq_module.data.samples import Samples
 from gsq_module.evaluation import streamed_perplexity
@@ -117,7 +118,7 @@ def rehearse(
         Every stage in the order it ran.
     """
     job = plan.job
-    shutil.rmtree(folder, ignore_errors=True)
+    ranks.from_first(lambda: shutil.rmtree(folder, ignore_errors=True))
     watch = _Watch()
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     callbacks.append(watch)
@@ -127,22 +128,26 @@ def rehearse(
     def text(rows: int, length: int) -> torch.Tensor:
         return torch.randint(job.vocabulary, (rows, length), generator=random)
 
-    parts = (max(data.batch_size, job.forward_batch), 2 * job.microbatch * job.world_size, 2 * job.forward_batch)
-    samples = Samples.of(*(text(rows, job.seq_len) for rows in parts))
+    # Of each rank: a batch of every size that the real run has
+    rank, world_size = ranks.rank(), ranks.world_size()
+    sizes = (max(data.batch_size, job.forward_batch * world_size), 2 * job.microbatch, 2 * job.forward_batch)
+    train, validation, gptq = (text(rows, job.seq_len) for rows in (sizes[0], *(n * world_size for n in sizes[1:])))
+    samples = Samples.of(train, validation, gptq, data.batch_size, rank, world_size)
     indices = [kind.indices[0] for kind in plan.blocks]
+    scratch = folder / f"activations{rank}"
     loop = BlockLoop(
-        recipe, model, samples, job.forward_batch, {job.microbatch}, clock, folder / "activations", recipe.target,
+        recipe, model, samples, job.forward_batch, {job.microbatch}, clock, scratch, recipe.target,
         STEPS, pin_memory=data.pin_memory, indices=indices,
     )  # fmt: skip
     try:
         loop.run(UnitShards(folder / "units", recipe.grid), UnitRefiner(trainer, recipe, data))
         with clock.stage("evaluate"):
-            texts = {"rehearsal": text(1, job.evaluation_seq_len)}
-            streamed_perplexity(model, texts, 1, folder / "activations", None, data.pin_memory, indices)
+            texts = {"rehearsal": text(world_size, job.evaluation_seq_len)}
+            streamed_perplexity(model, texts, 1, scratch, None, data.pin_memory, indices)
     finally:
         callbacks.remove(watch)
-        shutil.rmtree(folder, ignore_errors=True)
-    return _summarize(watch, plan, recipe, data, len(samples.tokens))
+        shutil.rmtree(folder if ranks.is_first() else scratch, ignore_errors=True)
+    return _summarize(watch, plan, recipe, data, sum(map(len, (train, validation, gptq))))
 
 
 def _summarize(watch: _Watch, plan: MemoryPlan, recipe: GSQModule, data: CalibrationData, rows: int) -> list[Rehearsed]:

@@ -33,6 +33,7 @@ def build_summary(
     clock: StageClock,
     seconds: float,
     export_dir: str,
+    device_peaks: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Collect what a run came to.
 
@@ -44,6 +45,7 @@ def build_summary(
         clock: Of the run.
         seconds: Of the whole command.
         export_dir: Where the export is.
+        device_peaks: Highest allocated bytes of each rank's device; of no interest where there is one.
     """
     texts = list(next(iter(perplexities.values()), {}))
     return {
@@ -59,7 +61,8 @@ def build_summary(
         },
         "units": [asdict(unit) for unit in units],
         "seconds": {"total": seconds, **clock.seconds},
-        "peak_memory": {"host_bytes": host_peak_bytes(), "device_bytes_by_stage": clock.peak_memory},
+        "peak_memory": {"host_bytes": host_peak_bytes(), "device_bytes_by_stage": clock.peak_memory}
+        | ({"device_bytes_by_rank": list(device_peaks)} if len(device_peaks) > 1 else {}),
         "device": device_name(clock.device),
         "export": {"path": export_dir, **asdict(report)} if report else None,
     }
