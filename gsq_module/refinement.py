@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from callbacks import OOMReport
 from gsq_module.data.module import CalibrationData
@@ -90,7 +91,8 @@ class UnitRefiner:
         initial_error = module.hard_error(problem.initial, data.val_dataloader(), device)
         if problem.total_steps == 0:
             return Outcome(problem.initial, initial_error, None, 0.0, 0, time.perf_counter() - began, note)
-        with accumulating_in_place(problem.student.modules() if self.trainer.world_size == 1 else ()):
+        alone = isinstance(self.trainer.strategy, SingleDeviceStrategy)
+        with accumulating_in_place(problem.student.modules() if alone else ()):
             self._fit(problem.total_steps)
         refined = module.refined
         refined_error = module.hard_error(refined, data.val_dataloader(), device)
