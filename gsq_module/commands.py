@@ -102,7 +102,7 @@ class Run:
         if not isinstance(self.trainer.strategy, STRATEGIES):
             problems.append(
                 f"trainer.strategy: {type(self.trainer.strategy).__name__} does not know relaxed weights; "
-                "leave it out (one device, or ddp on several)"
+                "leave it out, or name ddp or sharded"
             )
         raise_collected(problems)
 

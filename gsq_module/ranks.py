@@ -21,6 +21,8 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
+from gsq_module.sharding import ShardedStrategy
+
 T = TypeVar("T")
 
 TIMEOUT = timedelta(hours=4)
@@ -32,7 +34,7 @@ LAUNCHER = "GSQ_LAUNCHER_PID"
 
 
 def register_strategies() -> None:
-    """Let `trainer.strategy: ddp`, and `auto` with several devices, mean DDP as it suits the relaxed weights."""
+    """Let `trainer.strategy: ddp`, and `auto` with several devices, mean what suits relaxed weights; add `sharded`."""
     StrategyRegistry.register(
         "ddp",
         DDPStrategy,
@@ -43,6 +45,13 @@ def register_strategies() -> None:
         gradient_as_bucket_view=True,
         # All ranks read the same checkpoint: comparing weights at every unit would take 250 MiB for nothing.
         init_sync=False,
+    )
+    StrategyRegistry.register(
+        "sharded",
+        ShardedStrategy,
+        description="FSDP2 for relaxed weights: they, their gradients and what is behind them are split by rows",
+        override=True,
+        timeout=TIMEOUT,
     )
 
 

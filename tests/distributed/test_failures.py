@@ -8,7 +8,7 @@ import pytest
 from toy_runs import BARE, contents
 
 SECONDS = 20
-"""From the last thing a failing rank left to the end of all: 5 of them are the time between two looks of Lightning's."""
+"""From the last thing a failing rank left to the end of all: Lightning looks every 5."""
 IN_THE_SECOND_UNIT = 15
 """A step; a unit takes 10."""
 
@@ -24,9 +24,9 @@ def units(run) -> list[str]:
     return sorted(name for name in contents(run.run_dir / "units") if not name.startswith("."))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_out_of_memory_ends_all_and_leaves_its_report(rank, launch, alone, tmp_path):
-    options = ("--trainer.devices=2", "--trainer.strategy=ddp", *BARE)
+@pytest.mark.parametrize(("rank", "strategy"), [(0, "sharded"), (1, "ddp")])
+def test_a_rank_out_of_memory_ends_all_and_leaves_its_report(rank, strategy, launch, alone, tmp_path):
+    options = ("--trainer.devices=2", f"--trainer.strategy={strategy}", *BARE)
     run = launch(tmp_path / "run", *options, *failing(rank=rank, step=IN_THE_SECOND_UNIT))
     assert run.status != 0
     report = tmp_path / "run" / "oom_reports" / f"rank{rank}.json"

@@ -50,7 +50,15 @@ def test_two_processes_do_what_one_does(launch, alone, tmp_path):
     assert float(line.split()[-1]) == pytest.approx(summary_of(run.run_dir)["perplexity"]["quantized"], abs=0.01)
 
 
-def test_three_processes_share_rows_and_samples_that_do_not_divide(launch, alone, tmp_path):
+def test_two_processes_with_split_weights(launch, alone, tmp_path):
+    """Validation inside the fit puts hard codes into the split weights, and takes them out again."""
+    options = ("--trainer.devices=2", "--trainer.strategy=sharded", "--data.microbatch_size=2")
+    run = launch(tmp_path / "run", *options, "--trainer.limit_val_batches=1.0", *BARE)
+    assert_same_result(run, alone)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "sharded"])
+def test_three_processes_share_rows_and_samples_that_do_not_divide(strategy, launch, alone, tmp_path):
     """128 training, 5 validation, 19 GPTQ and 9 evaluation samples; weights of 2, 32, 64 and 128 rows."""
-    run = launch(tmp_path / "run", "--trainer.devices=3", "--trainer.strategy=ddp", *BARE)
+    run = launch(tmp_path / "run", "--trainer.devices=3", f"--trainer.strategy={strategy}", *BARE)
     assert_same_result(run, alone)
