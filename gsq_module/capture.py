@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_tensor, nn
 
+from gsq_module import ranks
 from gsq_module.data.samples import Samples
 from gsq_module.module import GSQModule, Prepare, cached_targets
 from gsq_module.quantization.hessian import Hessian
@@ -52,7 +53,7 @@ class BlockPasses:
         index: Of the block.
         block: The loaded block.
         calls: How the model calls the block, by batch size.
-        samples: Calibration rows.
+        samples: Calibration rows of this rank.
         batch_size: Samples that go through the block at once.
         stores: Hidden states: the `quantized` and the `original` stream, and what the passes leave for a unit.
         staging: Brings hidden states to the device and back.
@@ -106,8 +107,7 @@ class BlockPasses:
         sources = [self.stores[name] for name in kept]
         goals = [self._goal(unit)] if from_stream else []
         weights = self._token_weights() if from_stream and self.recipe.token_weights == "inverse_square" else None
-        power = torch.zeros((), dtype=torch.float64, device=self.model.device)
-        count = 0
+        power = torch.zeros(2, dtype=torch.float64, device=self.model.device)  # of squares, and rows
         with self.staging.writer() as writer:
             for rows, hidden, *goal in self._read("quantized", *samples.fitted, others=goals):
                 caught = catch(self.block, self._call(hidden), hidden, unit, with_branch=not from_stream)
@@ -123,9 +123,10 @@ class BlockPasses:
                     writer.write(weights.data, rows, importance)
                     squares *= importance
                 if rows.start in samples.train or not samples.train:
-                    power += squares.mean().double() * len(target)
-                    count += len(target)
-        mean = float(power / count)
+                    power[0] += squares.double().mean() * len(target)
+                    power[1] += len(target)
+        squares, count = ranks.all_reduce_(power)
+        mean = float(squares / count)
         if not mean < float("inf"):
             raise ValueError(
                 f"{unit.name}: its target is not finite (mean square {mean}); "
@@ -163,7 +164,7 @@ class BlockPasses:
 
     @torch.no_grad()
     def hessians(self, unit: Unit) -> dict[str, Hessian]:
-        """Hessians of the unit's linears by path; linears that are given the same tensor share one."""
+        """Hessians of the unit's linears by path, of all ranks; linears that are given the same tensor share one."""
         hessians: dict[str, Hessian] = {}
         leader: dict[str, str] = {}
         seen: dict[str, Tensor] = {}
@@ -174,7 +175,7 @@ class BlockPasses:
                 seen[path] = args[0]
                 if first == path:
                     if path not in hessians:
-                        hessians[path] = Hessian(unit.full_name(path), linear.in_features, self.model.device)
+                        hessians[path] = self._hessian(unit, path)
                     hessians[path].add(args[0])
 
             return before
@@ -183,7 +184,23 @@ class BlockPasses:
             for _, hidden in self._read("quantized", self.samples.gptq):
                 seen.clear()
                 catch(self.block, self._call(hidden), hidden, unit, with_branch=True)
+        return self._reduced(unit, leader, hessians)
+
+    def _reduced(self, unit: Unit, leader: dict[str, str], hessians: dict[str, Hessian]) -> dict[str, Hessian]:
+        """The sums over all ranks, by path. A linear may have been called on some ranks only."""
+        for others in ranks.gather(leader):
+            leader = others | leader
+        for first in sorted(set(leader.values())):
+            if first not in hessians:
+                hessians[first] = self._hessian(unit, first)
+            hessian = hessians[first]
+            ranks.all_reduce_(hessian.matrix)
+            hessian.merge(ranks.gather(hessian.summary()))
         return {path: hessians[first] for path, first in leader.items()}
+
+    def _hessian(self, unit: Unit, path: str) -> Hessian:
+        dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
+        return Hessian(unit.full_name(path), unit.linears[path].in_features, self.model.device, dtype)
 
     def _batches(self, *parts: range) -> Iterator[slice]:
         return self.samples.batches(*parts, size=self.batch_size)

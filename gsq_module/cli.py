@@ -21,7 +21,7 @@ from typing_extensions import override
 
 import gsq_module
 from callbacks import OOMReport, RunProgress
-from gsq_module import commands, doctor, forecasts
+from gsq_module import commands, doctor, forecasts, ranks
 from gsq_module.data.module import CalibrationData
 from gsq_module.memory.allocator import apply_policy
 from gsq_module.memory.oom import exit_code_of
@@ -196,7 +196,8 @@ class GSQCLI(LightningCLI):
         """A W&B logger without an id of its own gets the run's, and writes into the run directory."""
         configured = self._get(self.config, "trainer").get("logger")
         for logger in configured if isinstance(configured, list) else [configured]:
-            if getattr(logger, "class_path", "").endswith("WandbLogger") and self.subcommand == "fit":
+            writes = self.subcommand == "fit" and ranks.is_first()
+            if getattr(logger, "class_path", "").endswith("WandbLogger") and writes:
                 arguments = logger.init_args
                 if arguments.get("id") is None and arguments.get("version") is None:
                     arguments["id"] = RunDirectory(self._run_dir).wandb_id()
@@ -257,11 +258,14 @@ class GSQCLI(LightningCLI):
         """Quantize, export, evaluate."""
         with user_errors():
             run = self._run(model, datamodule)
-            run.directory.prepare(self._resolved_config(), self._fingerprint())
+            if ranks.is_first():
+                run.directory.prepare(self._resolved_config(), self._fingerprint())
             forecasts.check_memory(run, self._get(self.config, "check_memory"))
             run.start_loggers()
+            ranks.start(self.trainer, model)
             opened = run.open_model()
-            datamodule.tokenize(run.tokenizer(opened.checkpoint.directory))
+            with ranks.first_alone():  # what it downloads, the others find
+                datamodule.tokenize(run.tokenizer(opened.checkpoint.directory))
         with run.report.watching():
             self.summary = commands.fit(run, opened, self.began)
 
@@ -272,7 +276,8 @@ class GSQCLI(LightningCLI):
             # With other settings the codes would be read wrongly without a word: as another number of bits, say.
             run.directory.check(self._fingerprint())
             with run.report.watching():
-                commands.export(run)
+                if ranks.is_first():
+                    commands.export(run)
 
     def evaluate(
         self, model: GSQModule, datamodule: CalibrationData, checkpoint: str | None, whole_model: bool
@@ -280,8 +285,11 @@ class GSQCLI(LightningCLI):
         """Measure a checkpoint."""
         with user_errors():
             run = self._run(model, datamodule)
+            if not whole_model:
+                ranks.start(self.trainer, model)
             with run.report.watching():
                 self.perplexity = commands.evaluate(run, checkpoint, whole_model)
+        ranks.finish()
 
     def plan(self, model: GSQModule, datamodule: CalibrationData, memory: str | None, json: str | None) -> None:
         """Predict."""
@@ -293,8 +301,10 @@ class GSQCLI(LightningCLI):
         with user_errors():
             run = self._run(model, datamodule)
             forecasts.check_memory(run, self._get(self.config, "check_memory"))
+            ranks.start(self.trainer, model)
             with run.report.watching():
                 self.rehearsed = forecasts.rehearse(run, json)
+        ranks.finish()
 
     def _run(self, model: GSQModule, datamodule: CalibrationData) -> commands.Run:
         model.seed = int(self._get(self.config, "seed_everything"))
@@ -343,6 +353,12 @@ def user_errors():
         raise SystemExit(USER_ERROR) from error
 
 
+def _exit_status(error: BaseException) -> int:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    return exit_code_of(error)
+
+
 def main(args: Any = None) -> GSQCLI | None:
     """Entry point of recipes/run.py. `doctor` returns nothing."""
     apply_policy()  # before anything can start CUDA, which reads the setting only then
@@ -358,8 +374,10 @@ def main(args: Any = None) -> GSQCLI | None:
     quiet = ("pytorch.utilities.rank_zero", "pytorch.accelerators.cuda", "fabric.utilities.seed")
     for name in (f"lightning.{module}" for module in quiet):
         logging.getLogger(name).setLevel(logging.WARNING)
+    ranks.register_strategies()
     try:
-        return GSQCLI(args)
+        with ranks.leaving(_exit_status):
+            return GSQCLI(args)
     except Exception as error:
         code = exit_code_of(error)
         if code == 1:

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from callbacks import AllocatorStats, OOMReport, RunProgress
+from gsq_module import ranks
 from gsq_module.coverage import Coverage, check_geometry, measure_coverage
 from gsq_module.data.module import CalibrationData
 from gsq_module.data.samples import Samples
@@ -30,6 +33,9 @@ from gsq_module.run_directory import RunDirectory, UnitResult, UnitShards
 from gsq_module.streaming import source
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.summary import build_summary, print_summary
+
+STRATEGIES = (SingleDeviceStrategy, DDPStrategy)
+"""Of Lightning's, those whose fits leave every rank with the same relaxed weights."""
 
 
 def raise_collected(problems: Iterable[str]) -> None:
@@ -97,9 +103,13 @@ class Run:
             self.data.check(texts)
         except ValueError as error:
             problems.append(str(error))
-        if self.trainer.world_size > 1:
-            problems.append(f"trainer.devices: {self.trainer.world_size} devices; this version runs on one")
         problems += self._share_batch()
+        problems += self.data.check_ranks(self.trainer.world_size)
+        if not isinstance(self.trainer.strategy, STRATEGIES):
+            problems.append(
+                f"trainer.strategy: {type(self.trainer.strategy).__name__} does not know relaxed weights; "
+                "leave it out, or name ddp or sharded"
+            )
         raise_collected(problems)
 
     def _share_batch(self) -> list[str]:
@@ -140,7 +150,8 @@ class Run:
 
     def open_model(self) -> StreamedModel:
         """The recipe's checkpoint, on the meta device, its geometry checked against the recipe."""
-        folder = source.fetch(self.recipe.path, self.recipe.gguf_file, self.directory.source)
+        with ranks.first_alone():
+            folder = source.fetch(self.recipe.path, self.recipe.gguf_file, self.directory.source)
         check_destination(folder, self.directory.export)  # of a model from the hub, check_recipe could not
         model = StreamedModel.from_checkpoint(open_checkpoint(folder), self.device, self.dtype)
         raise_collected(check_geometry(model, self.recipe))
@@ -163,16 +174,26 @@ class Run:
 
     def quantize(self, model: StreamedModel) -> list[UnitResult]:
         """The block loop of the recipe."""
-        samples = Samples.of(self.data.train, self.data.validation, self.data.gptq)
+        samples = self._samples(self.data.train)
         steps = self.recipe.refinement.epochs * (self.data.train_samples // self.data.batch_size)
         return self._loop(model, samples, self.recipe.target, steps, self.directory.units(self.recipe.grid))
 
     def quantize_initially(self, model: StreamedModel) -> UnitShards:
         """The same loop without refinement: what the initializer alone comes to."""
-        samples = Samples.of(self.data.train[:0], self.data.validation, self.data.gptq)
+        samples = self._samples(self.data.train[:0])
         shards = self.directory.initial_units(self.recipe.grid)
         self._loop(model, samples, "original_unit", 0, shards)
         return shards
+
+    def _samples(self, train: Tensor) -> Samples:
+        data = self.data
+        return Samples.of(train, data.validation, data.gptq, data.batch_size, ranks.rank(), ranks.world_size())
+
+    @property
+    def _scratch(self) -> Path:
+        """Folder of this rank's hidden states."""
+        folder = self.directory.activations
+        return folder / f"rank{ranks.rank()}" if ranks.world_size() > 1 else folder
 
     def _loop(
         self, model: StreamedModel, samples: Samples, target: str, steps: int, shards: UnitShards
@@ -182,9 +203,9 @@ class Run:
             model=model,
             samples=samples,
             batch_size=self.data.sequences_at_once(self.data.seq_len),
-            loader_sizes=self.data.microbatch_sizes(self.trainer.world_size),
+            loader_sizes=self.data.microbatch_sizes(ranks.rank(), ranks.world_size()),
             clock=self.clock,
-            scratch=self.directory.activations,
+            scratch=self._scratch,
             target=target,
             steps=steps,
             on_unit=self._log_refined if steps else self._tell,
@@ -242,7 +263,7 @@ class Run:
                 model,
                 self.data.evaluation_tokens,
                 self.data.sequences_at_once(self.data.evaluation_seq_len),
-                self.directory.activations,
+                self._scratch,
                 weights,
                 self.data.pin_memory,
                 location=self.recipe.store,
@@ -261,6 +282,9 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
         run: Checked by `check_recipe`; its texts are tokenized.
         model: As `open_model` returned it.
         began: `time.perf_counter()` at the start of the command.
+
+    Returns:
+        The summary; on ranks other than the first, which write nothing, an empty one.
     """
     recipe, directory = run.recipe, run.directory
     coverage = measure_coverage(model, recipe)
@@ -274,15 +298,20 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     results = run.quantize(model)
     run.say("quantized: export and perplexity")
     shards = directory.units(recipe.grid)
-    report = run.export(model, coverage)
+    report = ranks.from_first(lambda: run.export(model, coverage))
     perplexities["quantized"] = run.perplexity(model, shards.weights())
+    peaks = ranks.gather(max(run.clock.peak_memory.values(), default=0))
+    # One process does what remains. Loading an export, compressed-tensors would want the help of all connected ones.
+    ranks.finish()
+    if not ranks.is_first():
+        return {}
     dense_bytes = sum(parameter.numel() for parameter in model.model.parameters()) * (torch.finfo(run.dtype).bits // 8)
     if dense_bytes <= run.reload_max_gib * 2**30:
         perplexities["reloaded"] = run.reloaded_perplexity()
     seconds = time.perf_counter() - began
     predicted = run.plan.by_stage() if run.plan is not None else {}
     summary = build_summary(
-        perplexities, coverage, results, report, run.clock, seconds, str(directory.export), predicted
+        perplexities, coverage, results, report, run.clock, seconds, str(directory.export), predicted, peaks
     )
     path = directory.write_summary(summary)
     for logger in run.trainer.loggers:
@@ -295,7 +324,7 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
 
 
 def export(run: Run) -> ExportReport:
-    """Export the finished units of a run again."""
+    """Export the finished units of a run again; one process does it."""
     model = run.open_model()
     report = run.export(model, measure_coverage(model, run.recipe))
     print(f"{run.directory.export}: {len(report.files)} file(s), {format_bytes(report.total_bytes)}")
@@ -317,13 +346,16 @@ def evaluate(run: Run, checkpoint: str | None, whole_model: bool) -> dict[str, f
             "or name another checkpoint: --checkpoint FOLDER, or --checkpoint original"
         )
     if checkpoint == "original":
-        folder = source.fetch(run.recipe.path, run.recipe.gguf_file, run.directory.source)
+        with ranks.first_alone():
+            folder = source.fetch(run.recipe.path, run.recipe.gguf_file, run.directory.source)
     opened = open_checkpoint(folder)
-    run.data.tokenize_evaluation(run.tokenizer(folder))
+    with ranks.first_alone():
+        run.data.tokenize_evaluation(run.tokenizer(folder))
     if whole_model:
         result = whole_model_perplexity(folder, run.data.evaluation_tokens, run.device, run.dtype)
     else:
         result = run.perplexity(StreamedModel.from_checkpoint(opened, run.device, run.dtype))
-    for name, value in result.items():
-        print(f"{folder} {name}: perplexity {value:.3f}")
+    if ranks.is_first():
+        for name, value in result.items():
+            print(f"{folder} {name}: perplexity {value:.3f}")
     return result

@@ -10,6 +10,8 @@ import torch
 import torchmetrics.text
 from torch import Tensor
 
+from gsq_module import ranks
+from gsq_module.data.samples import even_share, range_slice
 from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.streaming.activations import ActivationStore, Location, batches, choose_location, free_device_bytes
 from gsq_module.streaming.model import StreamedModel
@@ -20,10 +22,15 @@ HEAD_TOKENS = 512
 
 
 class Perplexity:
-    """torchmetrics' perplexity, fed with hidden states or logits of whole sequences."""
+    """torchmetrics' perplexity, fed with hidden states or logits of whole sequences.
 
-    def __init__(self, device: torch.device) -> None:
-        self._metric = torchmetrics.text.Perplexity().to(device)
+    Args:
+        device: Where the predictions are.
+        of_all_ranks: Whether `compute`, which all ranks then call, is of the predictions of all of them.
+    """
+
+    def __init__(self, device: torch.device, of_all_ranks: bool = False) -> None:
+        self._metric = torchmetrics.text.Perplexity(sync_on_compute=of_all_ranks).to(device)  # type: ignore[arg-type]
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """Add predictions.
@@ -49,7 +56,7 @@ def streamed_perplexity(
     indices: Sequence[int] | None = None,
     location: Location = "auto",
 ) -> dict[str, float]:
-    """Perplexity of each text, one block of the model in memory at a time.
+    """Perplexity of each text, one block of the model in memory at a time. All ranks call it; each takes its share.
 
     Args:
         model: The checkpoint's model (an exported one is read through `export.reader.open_checkpoint`).
@@ -65,10 +72,14 @@ def streamed_perplexity(
         Perplexities by name.
     """
     quantized = quantized or {}
+    texts = {
+        name: tokens[range_slice(even_share(len(tokens), ranks.rank(), ranks.world_size()))]
+        for name, tokens in texts.items()
+    }
     staging = Staging(model.device, pin_memory)
     itemsize = torch.finfo(model.dtype).bits // 8
     total_bytes = sum(tokens.numel() for tokens in texts.values()) * model.hidden_size * itemsize
-    location = choose_location(location, total_bytes, free_device_bytes(model.device))
+    location = choose_location(location, total_bytes, free_device_bytes(model.device), ranks.processes_of_host())
     with ExitStack() as cleanup:
         stores: dict[str, ActivationStore] = {}
         calls = {}
@@ -93,7 +104,7 @@ def streamed_perplexity(
         result = {}
         with model.head() as head:
             for name, tokens in texts.items():
-                metric = Perplexity(model.device)
+                metric = Perplexity(model.device, of_all_ranks=True)
                 for rows, (hidden,) in staging.read([stores[name].data], batches(len(tokens), 1)):
                     targets = tokens[rows, 1:].to(model.device, non_blocking=True)
                     for part in batches(targets.shape[1], HEAD_TOKENS):
@@ -116,6 +127,8 @@ def whole_model_perplexity(
     directory: Path, texts: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
 ) -> dict[str, float]:
     """Perplexity of each text as a user of plain transformers gets it: `from_pretrained`, then the model's forward.
+
+    One process does it alone.
 
     Args:
         directory: Checkpoint folder, exported or original.

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from rich import get_console
 
-from gsq_module import rehearsal
+from gsq_module import ranks, rehearsal
 from gsq_module.atomic import write_atomically
 from gsq_module.commands import Run, raise_collected
 from gsq_module.coverage import check_geometry
@@ -134,6 +134,8 @@ def rehearse(run: Run, json_file: str | None) -> list[Rehearsed]:
         )
     finally:
         run.progress.end_run()
+    if not ranks.is_first():
+        return found
     get_console().print(rehearsal.render(found))
     result = rehearsal.as_dict(found)
     margins = [row.margin for row in found if row.margin is not None]

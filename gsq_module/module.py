@@ -10,12 +10,15 @@ import torch
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from gsq_module import ranks
 from gsq_module.quantization.grid import GRIDS, Grid, QuantizedWeight
-from gsq_module.quantization.optimizer import RelaxedLion
+from gsq_module.quantization.optimizer import RelaxedLion, local_rows
 from gsq_module.quantization.schedule import AnnealingSchedule
 from gsq_module.quantization.training_ops import squared_error
+from gsq_module.sharding import RowShards
 from gsq_module.streaming.activations import Location
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -169,6 +172,7 @@ class GSQModule(LightningModule):
         self.student: nn.Module | None = None
         self.step_offset = 0
         self.refined: dict[str, QuantizedWeight] = {}
+        self.shards: RowShards | None = None
         self._problem: UnitProblem | None = None
 
     @property
@@ -212,6 +216,11 @@ class GSQModule(LightningModule):
         self.problem.student.requires_grad_(False)
         self._problem = None
         self.student = None
+
+    def split(self, mesh: DeviceMesh) -> None:
+        """Split the unit's weights by rows over the ranks of a mesh, until training ends."""
+        self.shards = RowShards(self.problem.student, self.problem.weights, mesh)
+        self.problem.weights = self.shards.weights
 
     @override
     def configure_optimizers(self) -> Any:
@@ -265,15 +274,19 @@ class GSQModule(LightningModule):
     @torch.no_grad()
     def on_validation_epoch_start(self) -> None:
         """Validation is done on hard codes."""
+        optimizer = self._relaxed_lion()
         for name, weight in self.problem.weights.items():
-            weight.copy_(self.hard_weight(name).dequantize())
+            hard = optimizer.harden(weight, self.problem.initial[name].scales.dtype)
+            local_rows(weight)[0].copy_(hard.dequantize())
 
     @override
     def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
-        self.log("validation/error", self.relative_error(batch), batch_size=batch[0].shape[0])
+        self.log("validation/error", self.relative_error(batch), batch_size=batch[0].shape[0], sync_dist=True)
 
     @override
     def on_validation_epoch_end(self) -> None:
+        if self.shards is not None:
+            self.shards.scatter()
         optimizer = self._relaxed_lion()
         for weight in self.problem.weights.values():
             optimizer.redraw(weight)
@@ -285,6 +298,8 @@ class GSQModule(LightningModule):
             weight.grad = None
         self.refined = {name: self.hard_weight(name).to("cpu") for name in self.problem.weights}
         self._relaxed_lion().state.clear()
+        if self.shards is not None:
+            self.problem.weights, self.shards = self.shards.join(), None
         self.student = None
 
     def _relaxed_lion(self) -> RelaxedLion:
@@ -293,9 +308,13 @@ class GSQModule(LightningModule):
         return optimizer
 
     def hard_weight(self, name: str) -> QuantizedWeight:
-        """The most likely codes now, with scales in the export's dtype, on the device."""
-        scale_dtype = self.problem.initial[name].scales.dtype
-        return self._relaxed_lion().harden(self.problem.weights[name], scale_dtype)
+        """The most likely codes now, with scales in the export's dtype, on the device; whole, on all ranks."""
+        weight = self.problem.weights[name]
+        hard = self._relaxed_lion().harden(weight, self.problem.initial[name].scales.dtype)
+        if self.shards is None:
+            return hard
+        rows = weight.shape[0]
+        return QuantizedWeight(ranks.gather_rows(hard.codes, rows), ranks.gather_rows(hard.scales, rows))
 
     @torch.no_grad()
     def place(self, weights: dict[str, QuantizedWeight]) -> None:
@@ -305,17 +324,18 @@ class GSQModule(LightningModule):
 
     @torch.no_grad()
     def hard_error(self, weights: dict[str, QuantizedWeight], batches: Iterable[Any], device: torch.device) -> float:
-        """Mean relative error of hard weights over validation batches; they stay in the student.
+        """Mean relative error of hard weights over the validation batches of all ranks; they stay in the student.
 
         Args:
             weights: Codes and scales by module path.
-            batches: As `validation_step` takes them.
+            batches: As `validation_step` takes them; those of this rank.
             device: Where the student is.
         """
         self.place(weights)
-        total, samples = torch.zeros((), dtype=torch.float64, device=device), 0
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # of errors, and samples
         for batch in batches:
             batch = tuple(tensor.to(device, non_blocking=True) for tensor in batch)
-            total += self.relative_error(batch).double() * len(batch[0])
-            samples += len(batch[0])
-        return float(total / samples)
+            total[0] += self.relative_error(batch).double() * len(batch[0])
+            total[1] += len(batch[0])
+        errors, samples = ranks.all_reduce_(total)
+        return float(errors / samples)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from gsq_module import ranks
 from gsq_module.capture import BlockPasses, record_calls
 from gsq_module.data.samples import Samples
 from gsq_module.memory.stages import StageClock
@@ -36,7 +38,7 @@ class BlockLoop:
     Attributes:
         recipe: The module, for its settings.
         model: The streamed model.
-        samples: Calibration rows.
+        samples: Calibration rows of this rank.
         batch_size: Samples that go through a block at once outside the refinement.
         loader_sizes: Batch sizes that the refinement's loaders yield.
         clock: Told of every stage.
@@ -114,7 +116,8 @@ class BlockLoop:
         # Stored in the checkpoint's precision where blocks are computed in a higher one (float32 on a CPU).
         dtype = self.model.checkpoint.dtype() if self.model.dtype == torch.float32 else self.model.dtype
         total = count * self.samples.tokens.numel() * self.model.hidden_size * (torch.finfo(dtype).bits // 8)
-        location = choose_location(self.recipe.store, total, free_device_bytes(self.model.device))
+        free = free_device_bytes(self.model.device)
+        location = choose_location(self.recipe.store, total, free, ranks.processes_of_host())
         return Stores(shape, dtype, location, self.model.device, self.scratch)
 
 
@@ -136,7 +139,7 @@ class _BlockStep:
             entry = done[unit.kind]
             if entry is None:
                 entry = self._quantize_unit(unit, refine)
-                shards.save(*entry)
+                ranks.from_first(partial(shards.save, *entry))
                 self.loop.on_unit(entry[0])
             self._place(unit, entry[1])
 
@@ -163,8 +166,10 @@ class _BlockStep:
                 self.loop.loader_sizes.add(size)
 
             problem = UnitProblem(student, weights, initial, captured.power, self.loop.steps, prepare, resize)
+            samples = self.loop.samples
             train, validation = (
-                UnitSamples(captured.sources, part, passes.staging) for part in self.loop.samples.fitted
+                UnitSamples(captured.sources, part, passes.staging, total)
+                for part, total in zip(samples.fitted, samples.totals, strict=True)
             )
             outcome = refine(problem, train, validation)
         result = UnitResult(
@@ -184,19 +189,33 @@ class _BlockStep:
         return result, outcome.weights
 
     def _initialize(self, unit: Unit, path: str, hessians: dict[str, Hessian]) -> GPTQResult:
-        """Initial codes and scales of one linear, in host memory: the device needs the room for the refinement."""
-        recipe, linear = self.loop.recipe, unit.linears[path]
-        scale_dtype = export_dtype(self.loop.model)
-        weight, fused = linear.weight.detach(), recipe.kernels == "auto"
-        if recipe.initializer == "rtn":
-            rounded = round_to_nearest(weight, recipe.grid, recipe.group_size, scale_dtype, recipe.signed_scales, fused)
-            return GPTQResult(rounded.to("cpu"), "rtn")
-        # A linear that was never called has no Hessian; an empty one says so.
-        hessian = hessians.pop(path, None) or Hessian(unit.full_name(path), linear.in_features, weight.device)
-        found = gptq(
-            weight, hessian, recipe.grid, recipe.group_size, scale_dtype, recipe.signed_scales, recipe.damping, fused
+        """Initial codes and scales of one linear, in host memory: the device needs the room for the refinement.
+
+        Rows do not depend on each other: each rank solves its own.
+        """
+        linear = unit.linears[path]
+        rows = linear.out_features
+        found = self._initialize_rows(linear.weight.detach()[ranks.row_share(rows)], unit, path, hessians)
+        weight = QuantizedWeight(
+            ranks.gather_rows(found.weight.codes, rows).to("cpu"),
+            ranks.gather_rows(found.weight.scales, rows).to("cpu"),
         )
-        return replace(found, weight=found.weight.to("cpu"))
+        return replace(found, weight=weight)
+
+    def _initialize_rows(self, weight: Tensor, unit: Unit, path: str, hessians: dict[str, Hessian]) -> GPTQResult:
+        recipe, scale_dtype = self.loop.recipe, export_dtype(self.loop.model)
+        grid, group_size, fused = recipe.grid, recipe.group_size, recipe.kernels == "auto"
+        hessian = hessians.pop(path, None)
+        if not len(weight):
+            codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+            scales = torch.empty(0, weight.shape[1] // group_size, dtype=scale_dtype, device=weight.device)
+            return GPTQResult(QuantizedWeight(codes, scales), recipe.initializer)
+        if recipe.initializer == "rtn":
+            rounded = round_to_nearest(weight, grid, group_size, scale_dtype, recipe.signed_scales, fused)
+            return GPTQResult(rounded, "rtn")
+        # A linear that was never called has no Hessian; an empty one says so.
+        hessian = hessian or Hessian(unit.full_name(path), weight.shape[1], weight.device)
+        return gptq(weight, hessian, grid, group_size, scale_dtype, recipe.signed_scales, recipe.damping, fused)
 
     @torch.no_grad()
     def _place(self, unit: Unit, weights: dict[str, QuantizedWeight]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
 from callbacks import OOMReport
@@ -107,7 +108,8 @@ class UnitRefiner:
         initial_error = module.hard_error(problem.initial, data.val_dataloader(), device)
         if problem.total_steps == 0:
             return Outcome(problem.initial, initial_error, None, 0.0, 0, time.perf_counter() - began, note)
-        with accumulating_in_place(problem.student.modules() if self.trainer.world_size == 1 else ()):
+        alone = isinstance(self.trainer.strategy, SingleDeviceStrategy)
+        with accumulating_in_place(problem.student.modules() if alone else ()):
             self._fit(problem.total_steps)
         refined = module.refined
         refined_error = module.hard_error(refined, data.val_dataloader(), device)
@@ -138,7 +140,7 @@ class UnitRefiner:
         self.data.microbatch_size = microbatch
         self.trainer.accumulate_grad_batches = self.data.accumulate_grad_batches(1)
         assert problem.resize is not None
-        for size in self.data.microbatch_sizes(1):
+        for size in self.data.microbatch_sizes():
             problem.resize(size)
 
     def _fit(self, steps: int) -> None:

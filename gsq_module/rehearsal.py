@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from rich.table import Table
 from typing_extensions import override
 
+from gsq_module import ranks
 from gsq_module.data.module import CalibrationData
 from gsq_module.data.samples import Samples
 from gsq_module.evaluation import streamed_perplexity
@@ -118,7 +119,7 @@ def rehearse(
         Every stage in the order it ran.
     """
     job = plan.job
-    shutil.rmtree(folder, ignore_errors=True)
+    ranks.from_first(lambda: shutil.rmtree(folder, ignore_errors=True))
     watch = _Watch()
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     clock = StageClock(model.device, [*listeners, watch])
@@ -127,20 +128,24 @@ def rehearse(
     def text(rows: int, length: int) -> torch.Tensor:
         return torch.randint(job.vocabulary, (rows, length), generator=random)
 
-    parts = (max(data.batch_size, job.forward_batch), 2 * job.microbatch * job.world_size, 2 * job.forward_batch)
-    samples = Samples.of(*(text(rows, job.seq_len) for rows in parts))
+    # Of each rank: a batch of every size that the real run has
+    rank, world_size = ranks.rank(), ranks.world_size()
+    sizes = (max(data.batch_size, job.forward_batch * world_size), 2 * job.microbatch, 2 * job.forward_batch)
+    train, validation, gptq = (text(rows, job.seq_len) for rows in (sizes[0], *(n * world_size for n in sizes[1:])))
+    samples = Samples.of(train, validation, gptq, data.batch_size, rank, world_size)
     indices = [kind.indices[0] for kind in plan.blocks]
 
     def loop(told: StageClock, part: Path, blocks: list[int], steps: int) -> None:
         block_loop = BlockLoop(
-            recipe, model, samples, job.forward_batch, {job.microbatch}, told, part / "activations", recipe.target,
-            steps, pin_memory=data.pin_memory, indices=blocks,
+            recipe, model, samples, job.forward_batch, {job.microbatch}, told, part / f"activations{rank}",
+            recipe.target, steps, pin_memory=data.pin_memory, indices=blocks,
         )  # fmt: skip
         block_loop.run(UnitShards(part / "units", recipe.grid), UnitRefiner(trainer, recipe, data))
 
     chosen, recipe.store = recipe.store, cast(Location, job.store)
     # Hidden states of the samples that a rehearsal leaves out, where the run would keep them on the device.
-    missing = plan.store_bytes * (job.samples - len(samples.tokens)) // job.samples
+    total = sum(map(len, (train, validation, gptq)))
+    missing = plan.store_bytes * (job.samples - total) // job.samples // world_size
     ballast = torch.empty(max(0, missing) if job.store == "device" else 0, dtype=torch.uint8, device=model.device)
     try:
         # Kernels are compiled and libraries loaded now, so that they do not count as the run's time.
@@ -150,14 +155,16 @@ def rehearse(
         del ballast
         with clock.stage("evaluate"):
             at_once = min(data.sequences_at_once(job.evaluation_seq_len), job.evaluation_samples)
-            texts = {"rehearsal": text(at_once, job.evaluation_seq_len)}
+            texts = {"rehearsal": text(at_once * world_size, job.evaluation_seq_len)}
             place = cast(Location, job.evaluation_store)
-            streamed_perplexity(model, texts, at_once, folder / "activations", None, data.pin_memory, indices, place)
+            scratch = folder / f"activations{rank}"
+            streamed_perplexity(model, texts, at_once, scratch, None, data.pin_memory, indices, place)
     finally:
         recipe.store = chosen
         callbacks[:] = [callback for callback in callbacks if callback is not watch]
-        shutil.rmtree(folder, ignore_errors=True)
-    return _summarize(watch, plan, recipe, data, len(samples.tokens))
+        if ranks.is_first():
+            shutil.rmtree(folder, ignore_errors=True)
+    return _summarize(watch, plan, recipe, data, total)
 
 
 def _summarize(watch: _Watch, plan: MemoryPlan, recipe: GSQModule, data: CalibrationData, rows: int) -> list[Rehearsed]:

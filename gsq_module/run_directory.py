@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -178,6 +179,7 @@ class RunDirectory:
                 f"run_dir={str(self.path)!r}: cannot be made ({error}); try --run_dir runs/another"
             ) from error
         self.check(fingerprint)
+        shutil.rmtree(self.activations, ignore_errors=True)  # a killed run cannot
         write_atomically(self._fingerprint_file, _fingerprint_text(fingerprint).encode())
         target = self.path / "config.yaml"
         if target.is_file() and target.read_text() != config:

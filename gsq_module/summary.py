@@ -34,6 +34,7 @@ def build_summary(
     seconds: float,
     export_dir: str,
     predicted: Mapping[str, int],
+    device_peaks: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Collect what a run came to.
 
@@ -46,6 +47,7 @@ def build_summary(
         seconds: Of the whole command.
         export_dir: Where the export is.
         predicted: The memory plan's peaks by stage, in bytes; empty without a plan.
+        device_peaks: Highest allocated bytes of each rank's device; of no interest where there is one.
     """
     texts = list(next(iter(perplexities.values()), {}))
     return {
@@ -65,7 +67,8 @@ def build_summary(
             "host_bytes": host_peak_bytes(),
             "device_bytes_by_stage": clock.peak_memory,
             "predicted_bytes_by_stage": dict(predicted),
-        },
+        }
+        | ({"device_bytes_by_rank": list(device_peaks)} if len(device_peaks) > 1 else {}),
         "device": device_name(clock.device),
         "export": {"path": export_dir, **asdict(report)} if report else None,
     }

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from typing_extensions import override
 
+from gsq_module import ranks
 from gsq_module.data.packing import pack
 from gsq_module.data.sampler import MicrobatchSampler
 from gsq_module.data.sources import TextSource
@@ -31,10 +32,10 @@ class UnitData(Protocol):
     """What the loaders of one fit read. It brings microbatches to the device itself (streaming/staging.py)."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Samples, those of all ranks together."""
 
     def batches(self, indices: Iterable[list[int]]) -> Iterator[tuple[Tensor, ...]]:
-        """A microbatch for each list of indices: tensors whose first dimension is the samples."""
+        """A microbatch for each list of indices among this rank's samples: tensors whose first dimension these are."""
 
 
 class MicrobatchLoader:
@@ -162,6 +163,14 @@ class CalibrationData(LightningDataModule):
             )
         _raise(problems)
 
+    def check_ranks(self, world_size: int) -> list[str]:
+        """What keeps the samples from being shared by so many devices; empty where nothing does."""
+        return [
+            f"data.{key}: {count} samples cannot be shared by {world_size} devices. Set it to {world_size} or more"
+            for key, count in (("validation_samples", self.validation_samples), ("gptq_samples", self.gptq_samples))
+            if count < world_size
+        ]
+
     def tokenize(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Read the texts and fill `train`, `validation`, `gptq` and `evaluation_tokens`.
 
@@ -238,12 +247,13 @@ class CalibrationData(LightningDataModule):
             )
         return self.batch_size // (self._microbatch_size(world_size) * world_size)
 
-    def microbatch_sizes(self, world_size: int = 1) -> set[int]:
+    def microbatch_sizes(self, rank: int = 0, world_size: int = 1) -> set[int]:
         """Sizes of the microbatches that the loaders yield to one of `world_size` devices."""
+        size = self._microbatch_size(world_size)
         validation = MicrobatchSampler(
-            self.validation_samples, self.batch_size, self._microbatch_size(world_size), self.seed, 0, world_size, False
+            self.validation_samples, self.batch_size, size, self.seed, rank, world_size, False
         )
-        return {self._microbatch_size(world_size)} | {len(rows) for rows in validation}
+        return {size} | {len(rows) for rows in validation}
 
     def sequences_at_once(self, seq_len: int) -> int:
         """Sequences of this length that pass through a block at once outside refinement."""
@@ -264,17 +274,14 @@ class CalibrationData(LightningDataModule):
         return self._loader(self._bound[1], shuffle=False)
 
     def _loader(self, data: UnitData, shuffle: bool) -> MicrobatchLoader:
-        # The strategy knows which ranks share the data: with tensor parallelism these are not all.
-        share = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
-        share = share or {"rank": 0, "num_replicas": 1}
-        world_size = share["num_replicas"]
+        world_size = ranks.world_size()
         self.accumulate_grad_batches(world_size)
         order = MicrobatchSampler(
             num_samples=len(data),
             batch_size=self.batch_size,
             microbatch_size=self._microbatch_size(world_size),
             seed=self.seed,
-            rank=share["rank"],
+            rank=ranks.rank(),
             world_size=world_size,
             shuffle=shuffle,
         )

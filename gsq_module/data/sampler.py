@@ -7,20 +7,23 @@ from collections.abc import Iterator
 import numpy as np
 from torch.utils.data import Sampler
 
+from gsq_module.data.samples import even_share
+
 
 class MicrobatchSampler(Sampler[list[int]]):
-    """Row indices of each microbatch of one rank.
+    """Row indices of each microbatch of one rank, counted among the rows that this rank owns (data/samples.py).
 
-    Shuffled (training), the rows of an optimizer step are a slice of a permutation that depends on the seed and the
-    epoch alone; ranks and microbatches divide that slice. So the same run on other hardware takes the same steps. Rows
-    that do not fill a batch are left out, other ones each epoch. Every iteration that yields something is the next
-    epoch, from 0.
+    Shuffled (training), an optimizer step takes one row of each place in a batch: of the rows whose number, modulo
+    `batch_size`, is that place, in an order that depends on the seed and the epoch alone. Ranks and microbatches divide
+    the places. So the same run on other hardware takes the same steps, and a row never leaves its rank. Rows that do
+    not fill a batch are left out, other ones each epoch. Every iteration that yields something is the next epoch, from
+    0.
 
     Unshuffled (validation), every row comes exactly once, in order; each rank gets the same number of microbatches, so
     that no rank waits for another in a collective, and their sizes differ by one row at most.
 
     Args:
-        num_samples: Rows of the data set.
+        num_samples: Rows of the data set, those of all ranks.
         batch_size: Rows of an optimizer step over all ranks and microbatches (unused where `shuffle` is false).
         microbatch_size: Rows one rank holds at once. Without shuffling it may be exceeded by one row where the last
             rows could not be shared among all ranks otherwise.
@@ -81,12 +84,16 @@ class MicrobatchSampler(Sampler[list[int]]):
         epoch = self._epoch
         self._epoch += 1
         if not self.shuffle:
-            mine = np.array_split(np.arange(self.num_samples), self.world_size)[self.rank]
+            mine = np.arange(len(even_share(self.num_samples, self.rank, self.world_size)))
             for rows in np.array_split(mine, len(self)):
                 yield rows.tolist()
             return
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
-        steps = self.num_samples // self.batch_size
-        shares = order[: steps * self.batch_size].reshape(-1, self.world_size, self.microbatch_size)
-        for rows in shares[:, self.rank]:
+        steps, rest = divmod(self.num_samples, self.batch_size)
+        # Of each place in a batch: its rows in random order. The last batch is not full; what it lacks comes last.
+        keys = np.random.default_rng([self.seed, epoch]).random((steps + 1, self.batch_size))
+        keys[steps, rest:] = np.inf
+        order = keys.argsort(axis=0)[:steps]
+        places = self.batch_size // self.world_size
+        mine = order[:, self.rank * places : (self.rank + 1) * places] * places + np.arange(places)
+        for rows in mine.reshape(-1, self.microbatch_size):
             yield rows.tolist()

@@ -83,7 +83,7 @@ def gptq(
         return _rounded(
             weight, grid, group_size, scale_dtype, signed, fused, hessian.name, "no calibration token reached it"
         )
-    factor, used_damping = inverse_factor(hessian.matrix, damping)
+    factor, used_damping = inverse_factor(hessian.matrix.float(), damping)
     if factor is None:
         return _rounded(
             weight, grid, group_size, scale_dtype, signed, fused, hessian.name, "its Hessian is not invertible"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Hessian:
-    """Sum of x x^T over calibration tokens, accumulated in float32 whatever the inputs' dtype.
+    """Sum of x x^T over calibration tokens, accumulated in float32 whatever the inputs' dtype, unless told otherwise.
 
     On CUDA half-precision inputs are multiplied as they are: the product of two such numbers is exact in float32, so
     nothing is lost beside a product of float32 copies (measured: docs/experiments.md). Float32 inputs are multiplied in
@@ -17,11 +17,14 @@ class Hessian:
         name: Name of the linear, for messages.
         in_features: Width of its input.
         device: Where the `[in_features, in_features]` matrix lives.
+        dtype: What it is accumulated in; float64 makes its float32 value independent of the order of the batches.
     """
 
-    def __init__(self, name: str, in_features: int, device: torch.device | str) -> None:
+    def __init__(
+        self, name: str, in_features: int, device: torch.device | str, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.name = name
-        self.matrix = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
+        self.matrix = torch.zeros(in_features, in_features, dtype=dtype, device=device)
         self.num_tokens = 0
         self._batches = 0
         # On the device, so that no batch waits for it: the first batch that was not finite, and its largest value.
@@ -46,7 +49,7 @@ class Hessian:
         if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16):
             torch.addmm(self.matrix, rows.T, rows, out_dtype=torch.float32, out=self.matrix)
         else:
-            rows = rows.float()
+            rows = rows.to(self.matrix.dtype)
             self.matrix.addmm_(rows.T, rows)
         # No entry exceeds the largest of the diagonal, and one bad input shows there.
         bad = ~torch.isfinite(self.matrix.diagonal()).all() & (self._first_bad < 0)
@@ -54,6 +57,20 @@ class Hessian:
         torch.where(bad, rows.abs().amax().float(), self._largest, out=self._largest)
         self._dtype = inputs.dtype
         self.num_tokens += rows.shape[0]
+
+    def summary(self) -> tuple[int, int, float, torch.dtype]:
+        """What other ranks need beside the matrix: tokens, the bad batch or -1, its largest value, the dtype."""
+        return self.num_tokens, int(self._first_bad), float(self._largest), self._dtype
+
+    def merge(self, summaries: list[tuple[int, int, float, torch.dtype]]) -> None:
+        """Take over those of all ranks, this one's among them, once `matrix` is their sum."""
+        self.num_tokens = sum(tokens for tokens, *_ in summaries)
+        for _, batch, largest, dtype in summaries:
+            if batch >= 0:
+                self._first_bad.fill_(batch)
+                self._largest.fill_(largest)
+                self._dtype = dtype
+                return
 
     def check(self) -> None:
         """Wait for the batches added so far.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from gsq_module.quantization.grid import Grid, QuantizedWeight
 from gsq_module.quantization.noise import noise_key, random_bits, round_to_bfloat16
@@ -30,12 +31,31 @@ except ImportError:  # Triton comes with PyTorch's CUDA builds; without it there
     kernels = None  # type: ignore[assignment]
 
 
+@torch.no_grad()
+def local_rows(param: Tensor) -> tuple[Tensor, int]:
+    """The rows of a weight that this process holds, with their gradient, and the number of the first of them.
+
+    Args:
+        param: A plain weight, or a DTensor that is split along its rows (FSDP2): the first ranks hold as many each, the
+            last ones what is left, which may be none.
+    """
+    if not isinstance(param, DTensor):
+        return param, 0
+    assert param.placements == (Shard(0),), param.placements
+    local = param.to_local().detach()
+    if param.grad is not None:
+        assert isinstance(param.grad, DTensor)
+        local.grad = param.grad.to_local()
+    size = -(-param.shape[0] // param.device_mesh.size())
+    return local, min(param.device_mesh.get_local_rank() * size, param.shape[0])
+
+
 class RelaxedLion(torch.optim.Optimizer):
     """Lion (arXiv 2302.06675) over the logits and scales behind relaxed weights.
 
     Args:
         params: Weights `[out_features, in_features]` of linear layers. Each must be given its codes by `relax` before
-            the first step.
+            the first step. Of one that is split by rows (DTensor) each rank holds the state of its own rows.
         grid: The grid all of them are quantized to.
         lr: Step of a logit. Total logit travel is about lr x steps; neighbouring candidates start 0.03 apart.
         scale_lr: Step of a scale, in units of the weight.
@@ -89,14 +109,16 @@ class RelaxedLion(torch.optim.Optimizer):
 
         Args:
             param: One of the optimizer's parameters, `[out_features, in_features]`.
-            start: Initial codes and scales, on the same device.
+            start: Initial codes and scales of the whole weight, on the same device.
             name: Name of the weight, unique in the model: part of the noise's key.
             init_std: Standard deviation of the initial logits' noise.
             init_strength: Preference for the initial code, in units of `init_std`.
         """
-        state = self.state[param]
-        rows, cols = start.codes.shape
         assert param.shape == start.codes.shape, (name, tuple(param.shape), tuple(start.codes.shape))
+        state = self.state[param]
+        local, first_row = local_rows(param)
+        rows, cols = local.shape
+        start = QuantizedWeight(*(part[first_row : first_row + rows] for part in (start.codes, start.scales)))
         k = self.grid.num_candidates
         if self.grid.is_windowed:
             first = self.grid.first_candidate(start.codes)
@@ -107,7 +129,13 @@ class RelaxedLion(torch.optim.Optimizer):
         key = noise_key(self.seed, name, "init")
         for chunk in row_chunks(rows, cols, k, param.device):
             logits[:, chunk] = initial_logits(
-                start.codes[chunk], first[chunk], self.grid, key, chunk.start * cols, init_std, init_strength
+                start.codes[chunk],
+                first[chunk],
+                self.grid,
+                key,
+                (first_row + chunk.start) * cols,
+                init_std,
+                init_strength,
             )
         master = torch.float64 if self.logit_dtype == torch.float64 else torch.float32
         state["name"] = name
@@ -153,33 +181,38 @@ class RelaxedLion(torch.optim.Optimizer):
                 state = self.state[param]
                 state["step"] += 1
                 draw = self._next_draw(state, group)
+                local, first_row = local_rows(param)
+                if not len(local):
+                    continue
                 if self._is_fused(param):
-                    kernels.update_and_sample(param, state, self.grid, draw, group)
+                    kernels.update_and_sample(local, state, self.grid, draw, group, first_row * local.shape[1])
                     state["draw"] = tuple(draw)  # torch.load reads no other classes by default
                 else:
-                    self._update(param, group, draw)
+                    self._update(local, first_row, state, group, draw)
                     state["draw"] = tuple(draw)
                     self.redraw(param)
         return loss
 
     def _is_fused(self, param: Tensor) -> bool:
-        return self.fused and kernels is not None and kernels.usable(param, self.state[param]["logits"])
+        usable = self.fused and kernels is not None
+        return usable and kernels.usable(local_rows(param)[0], self.state[param]["logits"])
 
     def _next_draw(self, state: dict[str, Any], group: dict[str, Any]) -> Draw:
         key = noise_key(self.seed, state["name"], state["step"], "gumbel")
         return Draw(key, group["temperature"], group["logit_scale"])
 
-    def _update(self, param: Tensor, group: dict[str, Any], next_draw: Draw) -> None:
+    def _update(
+        self, local: Tensor, first_row: int, state: dict[str, Any], group: dict[str, Any], next_draw: Draw
+    ) -> None:
         """Lion on logits and scales, with the gradient of the sample at hand."""
-        state = self.state[param]
         logits, momentum = state["logits"], state["momentum"]
         k, rows, cols = logits.shape
         beta_update, beta_momentum = group["betas"]
         scale_grad = torch.empty_like(state["scales"])
-        for chunk in row_chunks(rows, cols, k, param.device, state["scales"].element_size()):
-            start = chunk.start * cols
+        for chunk in row_chunks(rows, cols, k, local.device, state["scales"].element_size()):
+            start = (first_row + chunk.start) * cols
             grad, scale_grad[chunk] = gradient_chunk(
-                param.grad[chunk],  # type: ignore[index]
+                local.grad[chunk],  # type: ignore[index]
                 logits[:, chunk],
                 state["scales"][chunk],
                 state["first"][chunk],
@@ -203,24 +236,25 @@ class RelaxedLion(torch.optim.Optimizer):
     def redraw(self, param: Tensor) -> None:
         """Write the current sample into the parameter again, exactly (after hard weights stood there)."""
         state = self.state[param]
+        local, first_row = local_rows(param)
         k, rows, cols = state["logits"].shape
-        if self._is_fused(param):
-            draw = Draw(*state["draw"])
-            kernels.sample(param, state["logits"], state["scales"], state["first"], self.grid, draw)
+        if rows and self._is_fused(param):
+            draw, start = Draw(*state["draw"]), first_row * cols
+            kernels.sample(local, state["logits"], state["scales"], state["first"], self.grid, draw, start)
             return
-        for chunk in row_chunks(rows, cols, k, param.device, state["scales"].element_size()):
-            param[chunk] = sample_chunk(
+        for chunk in row_chunks(rows, cols, k, local.device, state["scales"].element_size()):
+            local[chunk] = sample_chunk(
                 state["logits"][:, chunk],
                 state["scales"][chunk],
                 state["first"][chunk],
                 self.grid,
                 Draw(*state["draw"]),
-                chunk.start * cols,
+                (first_row + chunk.start) * cols,
             ).to(param.dtype)
 
     @torch.no_grad()
     def harden(self, param: Tensor, scale_dtype: torch.dtype) -> QuantizedWeight:
-        """The most likely codes, and the scales rounded to the export's dtype (design.md, contract 2)."""
+        """The most likely codes, and the scales rounded to the export's dtype (design.md, contract 2); local rows."""
         state = self.state[param]
         k, rows, cols = state["logits"].shape
         codes = torch.empty(rows, cols, dtype=torch.int8, device=param.device)

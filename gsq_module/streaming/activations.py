@@ -20,17 +20,21 @@ HOST_FRACTION = 0.5
 """`auto` keeps them in host memory up to this part of what is available, on disk beyond."""
 
 
-def choose_location(location: Location, total_bytes: int, free_bytes: int | None) -> Location:
+def choose_location(
+    location: Location, total_bytes: int, free_bytes: int | None, processes_of_host: int = 1
+) -> Location:
     """Resolve `auto` for stores that take `total_bytes` together.
 
     Args:
         free_bytes: Free memory of the device; None where that is the CPU.
+        processes_of_host: Processes that share the host's memory, each with as much to store.
     """
     if location != "auto":
         return location
     if free_bytes is not None and total_bytes <= DEVICE_FRACTION * free_bytes:
         return "device"
-    return "memory" if total_bytes <= HOST_FRACTION * available_host_bytes() else "disk"
+    host_bytes = total_bytes * processes_of_host
+    return "memory" if host_bytes <= HOST_FRACTION * available_host_bytes() else "disk"
 
 
 def free_device_bytes(device: torch.device) -> int | None:
@@ -150,22 +154,27 @@ class UnitSamples:
     """What one unit is refined or measured on, a microbatch at a time.
 
     Args:
-        sources: Stores of the samples of all splits; a microbatch is the same rows of each.
+        sources: Stores of this rank's samples of all splits; a microbatch is the same rows of each.
         rows: Samples that belong to this split.
         staging: Brings them to the device.
+        total: Samples of the split on all ranks together; None where this is the only one.
     """
 
-    def __init__(self, sources: Sequence[ActivationStore], rows: range, staging: Staging) -> None:
+    def __init__(
+        self, sources: Sequence[ActivationStore], rows: range, staging: Staging, total: int | None = None
+    ) -> None:
         self.sources, self.rows, self.staging = sources, rows, staging
+        self.total = len(rows) if total is None else total
 
     def __len__(self) -> int:
-        return len(self.rows)
+        """Samples, those of all ranks together."""
+        return self.total
 
     def batches(self, indices: Iterable[list[int]]) -> Iterator[tuple[Tensor, ...]]:
         """Microbatches on the device, in the dtypes of the sources.
 
         Args:
-            indices: Of each microbatch, counted within this split.
+            indices: Of each microbatch, counted within this rank's rows of the split.
         """
         rows = ([self.rows[index] for index in microbatch] for microbatch in indices)
         for _, microbatch in self.staging.read([store.data for store in self.sources], rows):
