@@ -87,3 +87,14 @@ def test_a_suspected_error_is_not_retried_and_finished_units_are_kept(llama, tmp
     run(llama, tmp_path / "run", *BARE, *IN_DOUBLE)
     run(llama, tmp_path / "undisturbed", *BARE, *IN_DOUBLE)
     assert_same_codes(tmp_path / "run", tmp_path / "undisturbed")
+
+
+@pytest.mark.gpu
+def test_a_unit_is_refined_again_on_the_device(llama, tmp_path, monkeypatch):
+    """Lightning's teardown after the failed fit must have left it there."""
+    options = (*BARE, "--trainer.accelerator=gpu", "--model.dtype=float32", "--data.microbatch_size=4")
+    fail_where(monkeypatch, lambda module, rows: rows > 2, torch.OutOfMemoryError(FULL))
+    run(llama, tmp_path / "run", *options)
+    units = summary_of(tmp_path / "run")["units"]
+    assert "microbatches of 2" in units[0]["notes"]["model.layers.0.self_attn"]
+    assert all(unit["kept"] == "refined" for unit in units)
