@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -105,9 +106,11 @@ class Run:
             problems.append(str(error))
         problems += self._share_batch()
         problems += self.data.check_ranks(self.trainer.world_size)
-        if not isinstance(self.trainer.strategy, STRATEGIES):
+        strategy = self.trainer.strategy
+        # Processes that are forked or spawned for one fit would end with it.
+        if not isinstance(strategy, STRATEGIES) or isinstance(strategy.launcher, _MultiProcessingLauncher):
             problems.append(
-                f"trainer.strategy: {type(self.trainer.strategy).__name__} does not know relaxed weights; "
+                f"trainer.strategy: a run of blocks cannot be done by {type(strategy).__name__} as it is set up; "
                 "leave it out, or name ddp or sharded"
             )
         raise_collected(problems)

@@ -73,6 +73,19 @@ class TestWithoutTheModel:
     def test_a_precision_of_the_trainer_is_refused(self, fit_refused) -> None:
         assert "model.dtype" in fit_refused("--trainer.precision", "bf16-mixed")
 
+    def test_samples_that_devices_cannot_share_are_refused(self, fit_refused) -> None:
+        devices = ("--trainer.devices", "2")
+        error = fit_refused(*devices, "--data.validation_samples", "1", "--data.gptq_samples", "1")
+        assert "data.validation_samples: 1 samples cannot be shared by 2 devices" in error
+        assert "data.gptq_samples: 1 samples cannot be shared by 2 devices" in error
+        assert "data.batch_size: 3 is not a multiple of 2 devices" in fit_refused(*devices, "--data.batch_size", "3")
+
+    @pytest.mark.parametrize("strategy", ["ModelParallelStrategy", "ddp_spawn"])
+    def test_a_strategy_that_does_not_know_relaxed_weights_is_refused(self, fit_refused, strategy: str) -> None:
+        error = fit_refused("--trainer.devices", "2", "--trainer.strategy", strategy, "--trainer.accelerator", "cpu")
+        assert "trainer.strategy: " in error
+        assert "ddp or sharded" in error
+
     def test_several_problems_are_shown_at_once(self, fit_refused, tmp_path: Path) -> None:
         lost, text = tmp_path / "lost", tmp_path / "lost.txt"
         error = fit_refused(
