@@ -80,8 +80,8 @@ class TestWithoutTheModel:
         assert "data.gptq_samples: 1 samples cannot be shared by 2 devices" in error
         assert "data.batch_size: 3 is not a multiple of 2 devices" in fit_refused(*devices, "--data.batch_size", "3")
 
-    @pytest.mark.parametrize("strategy", ["ModelParallelStrategy", "ddp_spawn"])
-    def test_a_strategy_that_does_not_know_relaxed_weights_is_refused(self, fit_refused, strategy: str) -> None:
+    @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+    def test_a_strategy_that_cannot_carry_a_run_is_refused(self, fit_refused, strategy: str) -> None:
         error = fit_refused("--trainer.devices", "2", "--trainer.strategy", strategy, "--trainer.accelerator", "cpu")
         assert "trainer.strategy: " in error
         assert "ddp or sharded" in error
