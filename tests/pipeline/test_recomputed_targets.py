@@ -59,9 +59,9 @@ def test_one_store_less(target, units, tmp_path, monkeypatch):
     """And the room that is looked for is the room that is taken."""
     announced, opened = {}, {}
 
-    def watch(location, total_bytes, free_bytes):
+    def watch(location, total_bytes, *others):
         announced[targets] = total_bytes
-        return choose_location(location, total_bytes, free_bytes)
+        return choose_location(location, total_bytes, *others)
 
     class Look(Spy):
         def __call__(self, problem, train, validation):
