@@ -57,6 +57,7 @@ def test_two_processes_with_split_weights(launch, alone, tmp_path):
     assert_same_result(run, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "sharded"])
 def test_three_processes_share_rows_and_samples_that_do_not_divide(strategy, launch, alone, tmp_path):
     """128 training, 5 validation, 19 GPTQ and 9 evaluation samples; weights of 2, 32, 64 and 128 rows."""
