@@ -7,7 +7,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 PYTEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev quickstart test bench lint format clean
+.PHONY: help setup setup-dev quickstart test test-all bench lint format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -32,6 +32,9 @@ quickstart: $(STAMP) ## quantize SmolLM2-135M to 2 bits, export it, reload it, p
 
 # One thread a worker: two workers with two threads each get in each other's way on two cores.
 test: $(DEV_STAMP) ## run the tests (CPU; a GPU's are marked gpu)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m "not gpu and not multi_gpu and not slow"
+
+test-all: $(DEV_STAMP) ## the same and the slow ones: three processes, every way to die
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m "not gpu and not multi_gpu"
 
 bench: $(STAMP) ## measure a refinement step, GPTQ and Lightning here (some parts: ARGS="--only step"; all: ARGS=--help)
