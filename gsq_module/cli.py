@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import transformers
@@ -21,12 +21,13 @@ from typing_extensions import override
 
 import gsq_module
 from callbacks import OOMReport, RunProgress
-from gsq_module import commands, doctor, forecasts, ranks
+from gsq_module import commands, doctor, forecasts, ranks, recipe_run
 from gsq_module.data.module import CalibrationData
 from gsq_module.memory.allocator import apply_policy
 from gsq_module.memory.oom import exit_code_of
 from gsq_module.module import GSQModule
 from gsq_module.run_directory import RunDirectory
+from gsq_module.subcommands import USAGE, RecipeParser, RecipeTrainer
 
 USER_ERROR = 2
 """Exit status of what a user can mend, as jsonargparse's own."""
@@ -43,9 +44,6 @@ FREE_FIELDS = (
 )
 """Fields of `model` and `data` that may change when a run is resumed: they do not shape the result."""
 
-USAGE = "python recipes/run.py {} --config RECIPE [--KEY VALUE ...]"
-"""Lightning's own lists every key, which would push an error's text far down."""
-
 UNSET_LIMITS = {
     "max_epochs": -1,
     "min_epochs": None,
@@ -57,68 +55,6 @@ UNSET_LIMITS = {
     "fast_dev_run": False,
 }
 """Keys of the Trainer that would change the length of a refinement, and what they are where nobody has set them."""
-
-
-class RecipeTrainer(Trainer):
-    """Lightning's Trainer: of its keys, those for devices, loggers and callbacks are of use here."""
-
-    # These methods exist for their signatures and docstrings, which become the subcommands' arguments and help.
-
-    @override
-    def fit(self, *args: Any, **kwargs: Any) -> None:
-        """Quantize a model, export it and measure it."""
-        super().fit(*args, **kwargs)
-
-    def export(self, model: GSQModule, datamodule: CalibrationData) -> None:
-        """Write the units of a finished run as a checkpoint again."""
-        raise NotImplementedError("GSQCLI.export does this")
-
-    def evaluate(
-        self,
-        model: GSQModule,
-        datamodule: CalibrationData,
-        checkpoint: str | None = None,
-        whole_model: bool = False,
-    ) -> None:
-        """Measure the perplexity of a checkpoint, original or exported.
-
-        Args:
-            checkpoint: Folder of the checkpoint; `original` for the recipe's own model; null for the run's export.
-            whole_model: Load it whole with plain transformers instead of block by block.
-        """
-        raise NotImplementedError("GSQCLI.evaluate does this")
-
-    def plan(
-        self, model: GSQModule, datamodule: CalibrationData, memory: str | None = None, json: str | None = None
-    ) -> None:
-        """Predict the memory of every stage from config.json alone, and say whether the run fits.
-
-        Args:
-            memory: Free memory of the device to plan for, such as 12GiB (default: what this machine's GPU has free).
-            json: Also write the plan to this file.
-        """
-        raise NotImplementedError("GSQCLI.plan does this")
-
-    def rehearse(self, model: GSQModule, datamodule: CalibrationData, json: str | None = None) -> None:
-        """Run one block of each kind with made-up weights through every stage: measured memory beside the plan, time.
-
-        Args:
-            json: Also write the result to this file.
-        """
-        raise NotImplementedError("GSQCLI.rehearse does this")
-
-
-class RecipeParser(LightningArgumentParser):
-    """Lightning's parser, with a word more on a recipe that is empty."""
-
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if message.startswith("Unexpected config:"):
-            message = (
-                "--config: the file is empty, or no mapping of keys to values. A recipe has model.path, "
-                "data.calibration and data.evaluation at least: see recipes/smollm2_quickstart.yaml"
-            )
-        super().error(message, ex)
 
 
 class GSQCLI(LightningCLI):
@@ -224,7 +160,7 @@ class GSQCLI(LightningCLI):
         ]
         if section.get("precision") not in (None, "32-true"):
             problems.append(f"trainer.precision={section['precision']}: what blocks are computed in is model.dtype")
-        commands.raise_collected(problems)
+        recipe_run.raise_collected(problems)
         kwargs["logger"] = self._loggers(section.get("logger"))
         configured = section.get("callbacks") or []
         callbacks = list(configured) if isinstance(configured, list) else [configured]
@@ -306,10 +242,10 @@ class GSQCLI(LightningCLI):
                 self.rehearsed = forecasts.rehearse(run, json)
         ranks.finish()
 
-    def _run(self, model: GSQModule, datamodule: CalibrationData) -> commands.Run:
+    def _run(self, model: GSQModule, datamodule: CalibrationData) -> recipe_run.Run:
         model.seed = int(self._get(self.config, "seed_everything"))
         directory = RunDirectory(self._run_dir, self._get(self.config, "export_dir"))
-        run = commands.Run(self.trainer, model, datamodule, directory, self._get(self.config, "reload_max_gib"))
+        run = recipe_run.Run(self.trainer, model, datamodule, directory, self._get(self.config, "reload_max_gib"))
         run.check_recipe(texts=self.subcommand not in ("plan", "rehearse"))
         return run
 

@@ -11,12 +11,12 @@ from rich import get_console
 
 from gsq_module import ranks, rehearsal
 from gsq_module.atomic import write_atomically
-from gsq_module.commands import Run, raise_collected
 from gsq_module.coverage import check_geometry
 from gsq_module.memory.plan import CONTEXT_BYTES, MemoryPlan
 from gsq_module.memory.plan_report import as_dict, parse_bytes, remedies, render, verdict
 from gsq_module.memory.statistics import format_bytes
 from gsq_module.planning import plan_run, strategy_name
+from gsq_module.recipe_run import Run, raise_collected
 from gsq_module.rehearsal import Rehearsed
 from gsq_module.streaming import source
 from gsq_module.streaming.model import StreamedModel

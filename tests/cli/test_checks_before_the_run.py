@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from gsq_module import commands
+from gsq_module import recipe_run
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ class TestWithTheModelsGeometry:
         def loaded(*args, **kwargs) -> None:
             raise AssertionError("weights were loaded")
 
-        monkeypatch.setattr(commands.StreamedModel, "_load", loaded)
+        monkeypatch.setattr(recipe_run.StreamedModel, "_load", loaded)
 
     def refused(self, outcome) -> str:
         assert outcome.status == 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from callbacks import AllocatorStats, OOMReport
-from gsq_module import commands, forecasts
+from gsq_module import forecasts, recipe_run
 from gsq_module.memory.plan import MemoryPlan
 
 GIB = 2**30
@@ -19,14 +19,14 @@ STATS = ("--trainer.callbacks+=callbacks.AllocatorStats",)
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[commands.Run]]:
+def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[recipe_run.Run]]:
     """Let the check see a GPU with so much free memory; the run itself stays on the CPU. Returns the runs it saw."""
     check = forecasts.check_memory
 
-    def has(free: int) -> list[commands.Run]:
-        runs: list[commands.Run] = []
+    def has(free: int) -> list[recipe_run.Run]:
+        runs: list[recipe_run.Run] = []
 
-        def on_a_gpu(run: commands.Run, refuse: bool) -> None:
+        def on_a_gpu(run: recipe_run.Run, refuse: bool) -> None:
             runs.append(run)
             cpu, run.device = run.device, torch.device("cuda", 0)
             try:
@@ -54,13 +54,13 @@ def fit(toy, run_cli, tmp_path: Path) -> Callable[..., Any]:
 def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fit ends with a message of its own where it would open the model."""
 
-    def opened(run: commands.Run) -> None:
+    def opened(run: recipe_run.Run) -> None:
         raise ValueError("the model would be opened now")
 
-    monkeypatch.setattr(commands.Run, "open_model", opened)
+    monkeypatch.setattr(recipe_run.Run, "open_model", opened)
 
 
-def plans(run: commands.Run) -> list[object]:
+def plans(run: recipe_run.Run) -> list[object]:
     """What the callbacks of a run that have a use for the plan know of it."""
     callbacks = run.trainer.callbacks  # type: ignore[attr-defined]
     return [callback.plan for callback in callbacks if isinstance(callback, (AllocatorStats, OOMReport))]
