@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from gsq_module import cli, commands
+from gsq_module import cli, recipe_run
 from gsq_module.streaming import source
 
 WORDS = 64
@@ -136,9 +136,9 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for owner, name in (
         (source, "fetch"),
-        (commands, "open_checkpoint"),
-        (commands.StreamedModel, "from_checkpoint"),
-        (commands.AutoTokenizer, "from_pretrained"),
+        (recipe_run, "open_checkpoint"),
+        (recipe_run.StreamedModel, "from_checkpoint"),
+        (recipe_run.AutoTokenizer, "from_pretrained"),
     ):
         monkeypatch.setattr(owner, name, touched)
 
