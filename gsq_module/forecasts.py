@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich import get_console
@@ -19,6 +21,7 @@ from gsq_module.planning import plan_run, strategy_name
 from gsq_module.recipe_run import Run, raise_collected
 from gsq_module.rehearsal import Rehearsed
 from gsq_module.streaming import source
+from gsq_module.streaming.activations import available_host_bytes
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.synthetic import SyntheticCheckpoint
 from gsq_module.streaming.tree import meta_model
@@ -137,11 +140,33 @@ def rehearse(run: Run, json_file: str | None) -> list[Rehearsed]:
     if not ranks.is_first():
         return found
     get_console().print(rehearsal.render(found))
-    result = rehearsal.as_dict(found)
-    margins = [row.margin for row in found if row.margin is not None]
-    print(f"whole run, estimated: {result['hours']:.2f} hours; host peak here: {format_bytes(result['host_peak'])}")
-    if margins:
-        print(f"at the tightest moment {format_bytes(min(margins))} of the device were left free")
+    result = {**rehearsal.as_dict(found), **_verdict(run, made, found)}
+    print(f"whole run, estimated: {result['hours']:.1f} hours; host peak here: {format_bytes(result['host_peak'])}")
+    for line in result["verdict"]:
+        print(line)
     if json_file is not None:
         write_atomically(Path(json_file), json.dumps(result, indent=1).encode())
     return found
+
+
+def _verdict(run: Run, plan: MemoryPlan, found: list[Rehearsed]) -> dict[str, Any]:
+    """Whether device, host and disk have room for the whole run, in numbers and words."""
+    lines, fits = [], True
+    margins = [row.margin for row in found if row.margin is not None]
+    if margins:
+        lines.append(f"device: fits, with {format_bytes(min(margins))} left free at the tightest moment")
+    place = next(folder for folder in (run.directory.path, *run.directory.path.absolute().parents) if folder.is_dir())
+    disk_free = shutil.disk_usage(place).free
+    checks = (
+        ("disk under run_dir", plan.disk_bytes, disk_free, "--run_dir on a larger disk, or --model.store memory"),
+        ("host memory", plan.host_bytes * ranks.processes_of_host(), available_host_bytes(), "--model.store disk"),
+    )
+    for name, needed, free, remedy in checks:
+        enough = needed <= free
+        fits = fits and enough
+        lines.append(
+            f"{name}: {format_bytes(needed)} needed, {format_bytes(free)} free"
+            + ("" if enough else f": NOT ENOUGH; {remedy}, or fewer data.train_samples")
+        )
+    lines.append("verdict: the run fits this machine" if fits else "verdict: the run does NOT fit this machine")
+    return {"fits": fits, "verdict": lines, "disk": plan.disk_bytes, "disk_free": disk_free, "host": plan.host_bytes}

@@ -49,6 +49,7 @@ class Refinement:
         init_std: Standard deviation of the initial logits' noise.
         init_strength: How far the initial code is preferred, in units of init_std.
         logit_dtype: `bfloat16` (half the memory, rounded stochastically) or `float32`.
+        units: Units that are refined; the others keep their initial codes. Null for all of `model.units`.
     """
 
     epochs: int = 10
@@ -62,6 +63,7 @@ class Refinement:
     init_std: NonNegativeFloat = 0.01
     init_strength: NonNegativeFloat = 6.0
     logit_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    units: list[Literal["attention", "mlp"]] | None = None
 
     def __post_init__(self) -> None:
         if self.epochs < 0:
@@ -148,6 +150,8 @@ class GSQModule(LightningModule):
         super().__init__()
         if not units or len(set(units)) != len(units):
             raise ValueError(f"model.units: {units} must name attention, mlp, or each of them once")
+        if not set(refinement.units or ()) <= set(units):
+            raise ValueError(f"model.refinement.units: {refinement.units} must be among model.units, {units}")
         if token_weights == "inverse_square" and target != "original_stream":
             raise ValueError("model.token_weights=inverse_square needs model.target=original_stream")
         self.path = path
@@ -178,6 +182,10 @@ class GSQModule(LightningModule):
     @property
     def grid(self) -> Grid:
         return GRIDS[self.bits]
+
+    def refines(self, unit: str) -> bool:
+        """Whether units of this kind are refined, rather than left with their initial codes."""
+        return self.refinement.epochs > 0 and (self.refinement.units is None or unit in self.refinement.units)
 
     def torch_dtype(self, device: torch.device) -> torch.dtype:
         """The dtype blocks are computed in on a device."""

@@ -165,7 +165,8 @@ class _BlockStep:
                 student.calls[size] = passes.unit_call(unit, size)
                 self.loop.loader_sizes.add(size)
 
-            problem = UnitProblem(student, weights, initial, captured.power, self.loop.steps, prepare, resize)
+            steps = self.loop.steps if self.loop.recipe.refines(unit.kind) else 0
+            problem = UnitProblem(student, weights, initial, captured.power, steps, prepare, resize)
             samples = self.loop.samples
             train, validation = (
                 UnitSamples(captured.sources, part, passes.staging, total)

@@ -6,7 +6,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,9 +43,9 @@ class Rehearsed:
         block: Index of the block.
         unit: Kind of the unit.
         seconds: What it took here.
-        allocated: Peak bytes of tensors on the device; None on a CPU.
-        reserved: Peak bytes of the allocator, tensors included; None on a CPU.
-        margin: Least free bytes of the whole device during the stage; None on a CPU.
+        allocated: Peak bytes of tensors on the device, of the rank with most; None on a CPU.
+        reserved: Peak bytes of the allocator, tensors included, likewise; None on a CPU.
+        margin: Least free bytes of the whole device during the stage, of the rank with least; None on a CPU.
         predicted: What the plan says of `allocated`.
         full_seconds: What the real run will take for all blocks of the kind.
     """
@@ -59,6 +59,8 @@ class Rehearsed:
     margin: int | None
     predicted: int | None
     full_seconds: float
+    by_rank: list[int] = field(default_factory=list)
+    """`allocated` of every rank, in their order."""
 
 
 class _Watch(Callback, StageListener):
@@ -145,7 +147,7 @@ def rehearse(
     chosen, recipe.store = recipe.store, cast(Location, job.store)
     # Hidden states of the samples that a rehearsal leaves out, where the run would keep them on the device.
     total = sum(map(len, (train, validation, gptq)))
-    missing = plan.store_bytes * (job.samples - total) // job.samples // world_size
+    missing = plan.store_bytes * (job.samples - total) // job.samples
     ballast = torch.empty(max(0, missing) if job.store == "device" else 0, dtype=torch.uint8, device=model.device)
     try:
         # Kernels are compiled and libraries loaded now, so that they do not count as the run's time.
@@ -176,7 +178,7 @@ def _summarize(watch: _Watch, plan: MemoryPlan, recipe: GSQModule, data: Calibra
     for stage, seconds, memory in watch.stages:
         count = next((len(kind.indices) for kind in plan.blocks if stage.block in kind.indices), 1)
         if stage.name == "refine":
-            per_step = watch.step_seconds.get((stage.block, stage.unit), 0.0)
+            per_step = watch.step_seconds.get((stage.block, stage.unit), 0.0)  # 0 where the unit is not refined
             full = max(0.0, seconds - STEPS * per_step) + steps * per_step
         elif stage.name == "initialize":
             full = seconds * passes
@@ -195,26 +197,45 @@ def _summarize(watch: _Watch, plan: MemoryPlan, recipe: GSQModule, data: Calibra
                 plan.predicted(stage.name, stage.block, stage.unit), full * count,
             )
         )  # fmt: skip
-    return found
+    return _joined(ranks.gather(found))
+
+
+def _joined(of_ranks: list[list[Rehearsed]]) -> list[Rehearsed]:
+    """The ranks' rows as one list: each figure of the rank that it is worst for."""
+    joined = []
+    for rows in zip(*of_ranks, strict=True):
+        row = replace(
+            rows[0],
+            seconds=max(other.seconds for other in rows),
+            full_seconds=max(other.full_seconds for other in rows),
+        )
+        if row.allocated is not None:
+            row.by_rank = [other.allocated or 0 for other in rows]
+            row.allocated = max(row.by_rank)
+            row.reserved = max(other.reserved or 0 for other in rows)
+            row.margin = min((other.margin for other in rows if other.margin is not None), default=None)
+        joined.append(row)
+    return joined
 
 
 def render(found: list[Rehearsed]) -> Table:
     """The table for the terminal."""
     table = Table(title="Rehearsal: one block of each kind")
-    for name in ("stage", "predicted", "measured", "ratio", "left free", "seconds", "whole run"):
+    measured = "measured, by rank" if any(len(row.by_rank) > 1 for row in found) else "measured"
+    for name in ("stage", "predicted", measured, "ratio", "left free", "seconds", "whole run"):
         table.add_column(name, justify="left" if name == "stage" else "right")
     for row in found:
         where = "".join(
             f", {part}" for part in (f"block {row.block}" if row.block is not None else "", row.unit) if part
         )
         ratio = f"{row.predicted / row.allocated:.3f}" if row.predicted and row.allocated else "-"
-        sizes = [format_bytes(n) if n is not None else "-" for n in (row.predicted, row.allocated, row.margin)]
+        predicted, margin = (format_bytes(n) if n is not None else "-" for n in (row.predicted, row.margin))
         table.add_row(
             row.stage + where,
-            sizes[0],
-            sizes[1],
+            predicted,
+            ", ".join(map(format_bytes, row.by_rank)) or "-",
             ratio,
-            sizes[2],
+            margin,
             f"{row.seconds:.2f}",
             f"{row.full_seconds / 60:.1f} min",
         )

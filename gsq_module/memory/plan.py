@@ -123,12 +123,12 @@ class MemoryPlan:
 
     @property
     def disk_bytes(self) -> int:
-        """Disk of the run directory: refined and initial unit shards, export, hidden states stored as files."""
+        """Disk of the run directory: refined and initial unit shards, export, all ranks' hidden states as files."""
         weights = sum(unit.weights * len(kind.indices) for kind in self.blocks for unit in kind.units)
         scales = weights // self.job.group_size * 2
         shards = weights * self.job.storage_bits // 8 + scales
         sets = 3 if self.job.measure_initial else 2
-        return sets * shards + self.job.float_bytes + self._stored("disk")
+        return sets * shards + self.job.float_bytes + self.job.world_size * self._stored("disk")
 
     def remedies(self, stage: str) -> list[tuple[str, int]]:
         """Changes of the recipe that lower a stage's peak, and the bytes each saves, in order of gain."""
@@ -283,16 +283,18 @@ class MemoryPlan:
 
     @property
     def store_bytes(self) -> int:
-        """Hidden states of all samples: the quantized stream; inputs and targets or the residual; goals."""
+        """Hidden states of this rank's samples: the quantized stream; inputs and targets or the residual; goals."""
         job = self.job
+        samples = -(-job.samples // job.world_size)
         units = max(len(kind.units) for kind in self.blocks)
         count = (3 if job.cached else 2) + (units if job.original_stream else 0)
-        return count * job.samples * job.seq_len * job.hidden_size * job.store_itemsize
+        return count * samples * job.seq_len * job.hidden_size * job.store_itemsize
 
     @property
     def evaluation_store_bytes(self) -> int:
-        """Hidden states of all evaluation texts."""
-        return self._hidden(self.job.evaluation_samples * self.job.evaluation_seq_len)
+        """Hidden states of this rank's share of all evaluation texts."""
+        samples = -(-self.job.evaluation_samples // self.job.world_size)
+        return self._hidden(samples * self.job.evaluation_seq_len)
 
     def _stored(self, place: str) -> int:
         """Hidden states in one place; those of evaluation and of calibration are never there together."""
