@@ -216,7 +216,10 @@ class _BlockStep:
             return GPTQResult(rounded, "rtn")
         # A linear that was never called has no Hessian; an empty one says so.
         hessian = hessian or Hessian(unit.full_name(path), weight.shape[1], weight.device)
-        return gptq(weight, hessian, grid, group_size, scale_dtype, recipe.signed_scales, recipe.damping, fused)
+        shared = any(other is hessian for other in hessians.values())
+        return gptq(
+            weight, hessian, grid, group_size, scale_dtype, recipe.signed_scales, recipe.damping, fused, keep=shared
+        )
 
     @torch.no_grad()
     def _place(self, unit: Unit, weights: dict[str, QuantizedWeight]) -> None:

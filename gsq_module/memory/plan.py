@@ -270,12 +270,12 @@ class MemoryPlan:
                 # float32 copy; the rounded codes in float32 and, at the end, in int8
                 pieces.append({"weight": FLOAT32 * size, "codes in float32": 2 * FLOAT32 * size})
                 continue
+            # One that linears share goes when the last of them has read it.
+            if cols in waiting and all(other != cols for _, other in unit.linears[position + 1 :]):
+                waiting.remove(cols)
             hessians = {"Hessians": sum(FLOAT32 * n * n for n in waiting)}
             pieces.append(hessians | {"factorization": 2 * square})
             pieces.append(hessians | {"factor": square, "weight": FLOAT32 * size, "codes": size})
-            # One that linears share goes with the last of them.
-            if cols in waiting and all(other != cols for _, other in unit.linears[position + 1 :]):
-                waiting.remove(cols)
         return self._highest(pieces)
 
     def _hidden(self, tokens: int) -> int:

@@ -111,10 +111,10 @@ class TestTerms:
         capture, initialize = stage(plan(), "capture").terms, stage(plan(), "initialize").terms
         assert capture["Hessians"] == 4 * (HIDDEN**2 + INTERMEDIATE**2)
         assert capture["working set"] == CAPTURE
-        # of the last linear: the Hessian of the first two is gone, and codes go to the host
-        assert initialize["Hessians"] == 4 * INTERMEDIATE**2
+        # of the last linear: its Hessian goes once it has been read, and codes go to the host
+        assert initialize["Hessians"] == 0
         assert initialize["factorization"] == 2 * 4 * INTERMEDIATE**2
-        known = 2 * WEIGHTS + 100 * MIB + CALLS + 3 * 4 * INTERMEDIATE**2
+        known = 2 * WEIGHTS + 100 * MIB + CALLS + 2 * 4 * INTERMEDIATE**2
         assert stage(plan(), "initialize").allocated == known + initialize["cuBLAS"]
         rounded = plan(gptq=False)
         assert stage(rounded, "capture").terms.get("Hessians", 0) == 0

@@ -156,7 +156,15 @@ def matrix_with_smallest_eigenvalue(smallest: float) -> Tensor:
 @pytest.mark.parametrize(("smallest", "needed"), [(0.1, 0.01), (-0.05, 0.1), (-0.5, 1.0), (-5.0, 10.0)])
 def test_damping_rises_until_the_hessian_can_be_inverted(smallest: float, needed: float) -> None:
     matrix = matrix_with_smallest_eigenvalue(smallest)
-    upper, used = inverse_factor(matrix, 0.01)
+    hessian = Hessian("up_proj", COLS, "cpu")
+    hessian.matrix = matrix.clone()
+    upper, used = inverse_factor(hessian, 0.01)
+    assert torch.equal(hessian.matrix, matrix)
+    given_up, again = inverse_factor(hessian, 0.01, keep=False)
+    assert given_up is not None
+    assert again == used
+    assert torch.equal(given_up, upper)
+    assert hessian.matrix.numel() == 0
     assert used == pytest.approx(needed)
     assert upper is not None
     assert torch.equal(upper, upper.triu())
