@@ -41,10 +41,10 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
         perplexities["initial"] = run.perplexity(model, initial.weights())
     run.say("quantized: refinement")
     results = run.quantize(model)
+    tuned = run.train_scales(model)
     run.say("quantized: export and perplexity")
-    shards = directory.units(recipe.grid)
     report = ranks.from_first(lambda: run.export(model, coverage))
-    perplexities["quantized"] = run.perplexity(model, shards.weights())
+    perplexities["quantized"] = run.perplexity(model, run.final_units.weights())
     peaks = ranks.gather(max(run.clock.peak_memory.values(), default=0))
     # One process does what remains. Loading an export, compressed-tensors would want the help of all connected ones.
     ranks.finish()
@@ -56,7 +56,7 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     predicted = run.plan.by_stage() if run.plan is not None else {}
     summary = build_summary(
-        perplexities, coverage, results, report, run.clock, seconds, str(directory.export), predicted, peaks
+        perplexities, coverage, results, report, run.clock, seconds, str(directory.export), predicted, peaks, tuned
     )
     path = directory.write_summary(summary)
     for logger in run.trainer.loggers:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
+from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +18,7 @@ from gsq_module.quantization.grid import GRIDS, Grid, QuantizedWeight
 from gsq_module.quantization.optimizer import RelaxedLion, local_rows
 from gsq_module.quantization.schedule import AnnealingSchedule
 from gsq_module.quantization.training_ops import squared_error
+from gsq_module.settings import FinalPass, Refinement
 from gsq_module.sharding import RowShards
 from gsq_module.streaming.activations import Location
 
@@ -30,44 +31,6 @@ Prepare = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 def cached_targets(microbatch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Where inputs and targets lie in stores, a microbatch is what is wanted of it."""
     return microbatch
-
-
-@dataclass
-class Refinement:
-    """How long and how fast the codes of a unit are refined.
-
-    Args:
-        epochs: Passes over the training samples; 0 keeps the initial codes (GPTQ or round-to-nearest alone).
-        lr: Lion step of a logit at the start. Neighbouring candidates start 0.03 apart; total travel is about half of
-            lr x steps, so fewer steps want a larger lr.
-        scale_lr: Lion step of a scale at the start, in units of the weight.
-        final_lr_fraction: Both, at the last step, as a fraction of those at the first (cosine between).
-        betas: Lion's factors of the update and of the momentum.
-        weight_decay: Decoupled weight decay on the logits.
-        temperature: Gumbel-softmax temperature at the first and the last step (linear between).
-        logit_scale: Factor on the logits inside the softmax, likewise.
-        init_std: Standard deviation of the initial logits' noise.
-        init_strength: How far the initial code is preferred, in units of init_std.
-        logit_dtype: `bfloat16` (half the memory, rounded stochastically) or `float32`.
-        units: Units that are refined; the others keep their initial codes. Null for all of `model.units`.
-    """
-
-    epochs: int = 10
-    lr: PositiveFloat = 2e-4
-    scale_lr: NonNegativeFloat = 1e-4
-    final_lr_fraction: ClosedUnitInterval = 0.1
-    betas: tuple[ClosedUnitInterval, ClosedUnitInterval] = (0.9, 0.95)
-    weight_decay: NonNegativeFloat = 1.0
-    temperature: tuple[PositiveFloat, PositiveFloat] = (2.0, 0.05)
-    logit_scale: tuple[PositiveFloat, PositiveFloat] = (100.0, 500.0)
-    init_std: NonNegativeFloat = 0.01
-    init_strength: NonNegativeFloat = 6.0
-    logit_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    units: list[Literal["attention", "mlp"]] | None = None
-
-    def __post_init__(self) -> None:
-        if self.epochs < 0:
-            raise ValueError(f"model.refinement.epochs: {self.epochs} is negative; 0 means no refinement")
 
 
 @dataclass
@@ -124,6 +87,7 @@ class GSQModule(LightningModule):
             does not work. The result is the same up to rounding.
         store: Where hidden states live: `device`, `memory` (host), `disk` (memory-mapped files in run_dir), or `auto`.
         refinement: Steps, learning rates, annealing.
+        final_pass: Training of all scales together at the end.
     """
 
     def __init__(
@@ -146,6 +110,7 @@ class GSQModule(LightningModule):
         kernels: Literal["auto", "eager"] = "auto",
         store: Location = "auto",
         refinement: Refinement = Refinement(),  # noqa: B008 - jsonargparse makes a copy
+        final_pass: FinalPass = FinalPass(),  # noqa: B008
     ) -> None:
         super().__init__()
         if not units or len(set(units)) != len(units):
@@ -172,6 +137,7 @@ class GSQModule(LightningModule):
         self.kernels = kernels
         self.store = store
         self.refinement = refinement
+        self.final_pass = final_pass
         self.seed = 0
         self.student: nn.Module | None = None
         self.step_offset = 0

@@ -119,6 +119,7 @@ def _job(
         world_size=world_size,
         strategy=strategy,
         model_bytes=all_bytes,
+        final_pass=recipe.final_pass.epochs > 0,
         reload=all_bytes <= reload_max_gib * 2**30,
         float_bytes=all_bytes // itemsize * model.checkpoint.dtype().itemsize,
     )

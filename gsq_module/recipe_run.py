@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from gsq_module.evaluation import streamed_perplexity, whole_model_perplexity
 from gsq_module.export.folder import check_destination
 from gsq_module.export.reader import open_checkpoint
 from gsq_module.export.writer import ExportReport, export_checkpoint
+from gsq_module.final_pass import TunedScales, load_outcome, save_tuned, train_scales
 from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.stages import StageClock, StageListener
 from gsq_module.module import GSQModule
@@ -185,6 +187,28 @@ class Run:
         self._loop(model, samples, "original_unit", 0, shards)
         return shards
 
+    def train_scales(self, model: StreamedModel) -> TunedScales | None:
+        """The final pass, unless it is done; None where the recipe has none."""
+        if not self.recipe.final_pass.epochs:
+            return None
+        units, tuned = self.directory.units(self.recipe.grid), self.directory.tuned_units(self.recipe.grid)
+        outcome = load_outcome(tuned.directory)
+        if outcome is None:
+            self.say("quantized: scales of the whole model")
+            samples = self._samples(self.data.train)
+            with self.clock.stage("final_pass"):
+                outcome, weights = train_scales(
+                    self.trainer, self.recipe.final_pass, self.data, samples, model, units.weights()
+                )
+            ranks.from_first(partial(save_tuned, outcome, weights, units, tuned))
+        return outcome
+
+    @property
+    def final_units(self) -> UnitShards:
+        """The units that are exported and measured."""
+        directory = self.directory
+        return (directory.tuned_units if self.recipe.final_pass.epochs else directory.units)(self.recipe.grid)
+
     def _samples(self, train: Tensor) -> Samples:
         data = self.data
         return Samples.of(train, data.validation, data.gptq, data.batch_size, ranks.rank(), ranks.world_size())
@@ -239,7 +263,7 @@ class Run:
 
     def export(self, model: StreamedModel, coverage: Coverage) -> ExportReport:
         """Write the finished units as a checkpoint."""
-        weights = self.directory.units(self.recipe.grid).weights()
+        weights = self.final_units.weights()
         missing = [name for name in coverage.quantized if name not in weights]
         if missing:
             raise ValueError(

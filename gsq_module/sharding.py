@@ -99,6 +99,9 @@ class ShardedStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
+        if not self._splits:
+            super().configure_ddp()
+            return
         if self._mesh is None:  # once: each would cost a communicator
             self._mesh = init_device_mesh(self.root_device.type, (self.world_size,))
         self._recipe.split(self._mesh)
@@ -106,10 +109,19 @@ class ShardedStrategy(DDPStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
+        if not self._splits:
+            with super().block_backward_sync():
+                yield
+            return
         shards = self._recipe.shards
         assert shards is not None
         with shards.accumulating():
             yield
+
+    @property
+    def _splits(self) -> bool:
+        """Whether the module at hand has weights to split: the final pass has none but scales."""
+        return hasattr(self.lightning_module, "split")
 
     @property
     def _recipe(self) -> GSQModule:

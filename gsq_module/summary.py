@@ -13,6 +13,7 @@ from rich.table import Table
 
 from gsq_module.coverage import Coverage
 from gsq_module.export.writer import ExportReport
+from gsq_module.final_pass import TunedScales
 from gsq_module.memory.stages import StageClock
 from gsq_module.memory.statistics import format_bytes, host_peak_bytes
 from gsq_module.run_directory import UnitResult
@@ -35,6 +36,7 @@ def build_summary(
     export_dir: str,
     predicted: Mapping[str, int],
     device_peaks: Sequence[int] = (),
+    tuned: TunedScales | None = None,
 ) -> dict[str, Any]:
     """Collect what a run came to.
 
@@ -48,6 +50,7 @@ def build_summary(
         export_dir: Where the export is.
         predicted: The memory plan's peaks by stage, in bytes; empty without a plan.
         device_peaks: Highest allocated bytes of each rank's device; of no interest where there is one.
+        tuned: Of the final pass, where there was one.
     """
     texts = list(next(iter(perplexities.values()), {}))
     return {
@@ -62,6 +65,7 @@ def build_summary(
             "float_parameters": coverage.float_parameters,
         },
         "units": [asdict(unit) for unit in units],
+        "final_pass": asdict(tuned) | {"kept": tuned.improved} if tuned else None,
         "seconds": {"total": seconds, **clock.seconds},
         "peak_memory": {
             "host_bytes": host_peak_bytes(),
@@ -94,6 +98,12 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
         console.print(
             f"{len(units)} units: mean relative error {before:.4f} -> {after:.4f}"
             + (f"; {kept} kept their initial codes" if kept else "")
+        )
+    if summary["final_pass"]:
+        tuned = summary["final_pass"]
+        console.print(
+            f"final pass: KL divergence from the original {tuned['before']:.4f} -> {tuned['after']:.4f}"
+            + ("" if tuned["kept"] else "; the scales stay as they were")
         )
     notes = {name: note for unit in units for name, note in unit["notes"].items()}
     for name, note in notes.items():

@@ -34,6 +34,8 @@ SETUP_CHUNKS, EAGER_CHUNKS = 4, 7
 """How many of them there are at once while logits are set up, and in an eager optimizer step."""
 HEAD_TOKENS = 512
 """Positions whose logits are computed at once (evaluation.HEAD_TOKENS)."""
+LOGIT_TOKENS = 512
+"""Positions whose logits the final pass compares at once (scale_tuning.LOGIT_TOKENS)."""
 FLOAT32 = 4
 ANOTHER = "(another result, so another run_dir)"
 
@@ -156,6 +158,8 @@ class MemoryPlan:
             yield f"--model.refinement.logit_dtype bfloat16 {ANOTHER}", self.changed(logit_itemsize=2)
         if job.gptq:
             yield f"--model.initializer rtn {ANOTHER}", self.changed(gptq=False)
+        if job.final_pass:
+            yield f"--model.final_pass.epochs 0 {ANOTHER}", self.changed(final_pass=False)
         if job.reload:
             yield "--reload_max_gib 0", self.changed(reload=False)
         if job.candidates > 4:
@@ -196,6 +200,8 @@ class MemoryPlan:
         )  # fmt: skip
         for kind in self.blocks:
             yield from self._block_stages(kind, hidden, forward_tokens)
+        if job.final_pass:
+            yield StagePlan("final_pass", None, None, self._final_pass())
         largest = max(self.blocks, key=lambda kind: kind.nbytes + kind.forward)
         evaluation = job.evaluation_seq_len / job.seq_len
         tokens = min(HEAD_TOKENS, job.evaluation_seq_len)
@@ -258,6 +264,28 @@ class MemoryPlan:
                 pieces.append(state | gradient | {"row chunks": EAGER_CHUNKS * chunk})
             yield StagePlan("refine", index, unit.kind, resident | frozen | self._highest(pieces))
         yield StagePlan("propagate", index, None, passing)
+
+    def _final_pass(self) -> Terms:
+        """Both models whole; of the quantized one a dense block at a time, and what one microbatch needs."""
+        job = self.job
+        weights = sum(unit.weights * len(kind.indices) for kind in self.blocks for unit in kind.units)
+        dense = max(sum(unit.weights for unit in kind.units) for kind in self.blocks)
+        tokens = job.microbatch * job.seq_len
+        forward = max(kind.forward for kind in self.blocks) * job.microbatch // job.forward_batch
+        blocks = sum(len(kind.indices) for kind in self.blocks)
+        return {
+            "original model": job.model_bytes,
+            "codes": weights,
+            "rest in float": job.model_bytes - job.itemsize * weights,
+            # scale, gain, its gradient, Adam's two moments
+            "scales": weights // job.group_size * (job.itemsize + 4 * FLOAT32),
+            "dense block and its gradients": 2 * job.itemsize * dense,
+            "hidden states": (blocks + 1) * self._hidden(tokens),
+            "working set": 2 * forward,
+            "logits": 3 * job.itemsize * tokens * job.vocabulary
+            + 4 * FLOAT32 * min(tokens, LOGIT_TOKENS) * job.vocabulary,
+            "cuBLAS": CUBLAS_BYTES,
+        }
 
     def _solve(self, unit: UnitShape) -> Terms:
         """The highest moment of a unit's initial codes, one linear after the other; finished codes go to the host."""

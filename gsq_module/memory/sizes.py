@@ -93,6 +93,7 @@ class Job:
         strategy: `single`, `ddp` or `sharded`.
         model_bytes: All weights in the compute dtype, tied ones once.
         reload: Whether the export is also loaded whole.
+        final_pass: Whether all scales are trained together at the end.
         float_bytes: Weights that stay in float, in the export's dtype.
     """
 
@@ -126,4 +127,5 @@ class Job:
     strategy: str
     model_bytes: int
     reload: bool
+    final_pass: bool
     float_bytes: int

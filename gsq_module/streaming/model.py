@@ -7,6 +7,7 @@ family, without a class for each.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,6 +92,19 @@ class StreamedModel:
     def release_block(self, index: int) -> None:
         """Drop one block's weights."""
         _drop(self.blocks[index])
+
+    @contextmanager
+    def whole(self) -> Iterator[Any]:
+        """Yields the model with all its weights on the device; they are dropped at the end."""
+        blocks = [self.block_name(index) for index in range(self.num_blocks)]
+        paths = [*blocks, *dict.fromkeys(self.paths_around_blocks(head=False) + self.paths_around_blocks(head=True))]
+        try:
+            for path in paths:
+                self._load(path)
+            yield self.model
+        finally:
+            for path in paths:
+                _drop(self.model.get_submodule(path))
 
     def missing_weights(self) -> list[str]:
         """Weights that streaming needs and the checkpoint lacks: from names alone, nothing is read."""

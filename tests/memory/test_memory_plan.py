@@ -45,7 +45,7 @@ def plan(blocks=None, **changes):
         forward_batch=4, samples=SAMPLES, evaluation_samples=64, candidates=4, windowed=False, group_size=128,
         evaluation_store="memory", expandable_segments=True, measure_initial=False,
         logit_itemsize=2, storage_bits=2, fused=True, gptq=True, original_stream=True, cached=True,
-        store="memory", world_size=1, strategy="single", model_bytes=50 * GIB, reload=False, float_bytes=5 * GIB,
+        store="memory", world_size=1, strategy="single", model_bytes=50 * GIB, reload=False, final_pass=False, float_bytes=5 * GIB,
     )  # fmt: skip
     job = replace(job, **changes)
     forward, mlp = FORWARD * job.forward_batch // 4, unit(job.microbatch, job.forward_batch)
@@ -133,6 +133,15 @@ class TestTerms:
         made = plan((BlockShape((0,), 2 * WEIGHTS, 0, 0, (unit(capture=0),)),), gptq=False)
         # goal, residual, target and its square
         assert stage(made, "capture").terms["targets"] == 4 * 4 * 2 * ROW
+
+    def test_the_final_pass_has_both_models_on_the_device(self):
+        assert all(stage.stage != "final_pass" for stage in plan().stages)
+        terms = stage(plan(final_pass=True), "final_pass").terms
+        assert terms["original model"] == 50 * GIB
+        assert terms["codes"] == WEIGHTS * len(plan().blocks[0].indices)
+        assert terms["rest in float"] == 50 * GIB - 2 * terms["codes"]
+        remedies = plan(final_pass=True).remedies("final_pass")
+        assert any(text.startswith("--model.final_pass.epochs 0") for text, _ in remedies)
 
     def test_embedding_head_and_a_whole_reload(self):
         made = plan(reload=True)
