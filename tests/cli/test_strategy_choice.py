@@ -17,6 +17,9 @@ from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.statistics import format_bytes
 
 MIB = 2**20
+GEOMETRY = Path(__file__).parents[2] / "recipes" / "geometry" / "qwen3-8b"
+LARGE = ("--model.path", GEOMETRY, "--model.num_blocks", "1", "--reload_max_gib", "0")
+"""A model whose logits are what takes memory; of it only a config.json is read."""
 ROOMY = 100 * 1024
 
 
@@ -63,7 +66,7 @@ def start(toy, run_cli, made, tmp_path: Path) -> Callable[..., tuple[str, str]]:
     def run(*options: str, command: str = "fit") -> tuple[str, str]:
         outcome = run_cli(
             *(command, "--config", toy.recipe, "--run_dir", tmp_path / "run"),
-            *("--trainer.accelerator", "gpu", "--trainer.devices", "2", *options),
+            *(*LARGE, "--trainer.accelerator", "gpu", "--trainer.devices", "2", *options),
         )
         assert "a Trainer would be made now" in outcome.err, outcome.err
         return made[-1]["strategy"], outcome.out
