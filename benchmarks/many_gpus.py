@@ -5,8 +5,8 @@
     python benchmarks/many_gpus.py --only 'single 4 x 1024' 'sharded 4 x 1024' --out runs/some.json
 
 Every row is a real `run.py rehearse` of one block of Qwen3.6-27B with made-up weights, its MLP refined. "used" is what
-is in use on the whole device at the highest moment, less what was before the run. With --share_gpu each process measures
-its own tensors rightly; times, and what is used on the device that both share, mean nothing and are left out.
+is in use on the whole device at the highest moment, less what was before the run. With --share_gpu each process
+measures its own tensors rightly; times, and what is used on the device that both share, mean nothing and are left out.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
 
-from toy_runs import SEQ_LEN, toy_checkpoint, write_recipe  # noqa: E402
+from toy_runs import SEQ_LEN, toy_checkpoint, write_recipe
 
 
 def test_without_gpus_they_say_what_is_needed(monkeypatch):
@@ -39,9 +39,7 @@ def test_a_row_compares_ranks_with_the_plan_and_the_single_gpu(monkeypatch):
     row = many_gpus.cells("ddp 8 x 1024", found, 1.08, options)
     assert row[1:] == ["4.00 / 5.00", "4.00 / 5.00", "8.00 / 9.00", "5.50", "1.100", "600.0", "0.90"]
     options.share_gpu = True
-    assert many_gpus.cells("ddp 8 x 1024", found, 1.08, options)[-2:] == ["-", "-"], (
-        "times of a shared GPU mean nothing"
-    )
+    assert many_gpus.cells("ddp 8 x 1024", found, 1.08, options)[-2:] == ["-", "-"], "they mean nothing"
 
 
 @pytest.mark.slow
