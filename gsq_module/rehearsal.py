@@ -151,7 +151,7 @@ def rehearse(
     ballast = torch.empty(max(0, missing) if job.store == "device" else 0, dtype=torch.uint8, device=model.device)
     try:
         # Kernels are compiled and libraries loaded now, so that they do not count as the run's time.
-        loop(StageClock(model.device), folder / "warm", indices[:1], 1)
+        loop(StageClock(model.device, listeners), folder / "warm", indices[:1], 1)
         callbacks.append(watch)
         loop(clock, folder, indices, STEPS)
         del ballast

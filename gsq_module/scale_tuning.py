@@ -103,12 +103,13 @@ def divergence(student: Tensor, teacher: Tensor) -> Tensor:
         teacher: The same of the original model.
     """
     parts = zip(student.flatten(0, 1).split(LOGIT_TOKENS), teacher.flatten(0, 1).split(LOGIT_TOKENS), strict=True)
-    losses = [checkpoint(_divergence, ours.float(), theirs.float(), use_reentrant=False) for ours, theirs in parts]
+    losses = [checkpoint(_divergence, ours, theirs, use_reentrant=False) for ours, theirs in parts]
     return torch.stack(losses).sum()
 
 
 def _divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), reduction="sum", log_target=True)
+    ours, theirs = (logits.float().log_softmax(-1) for logits in (student, teacher))
+    return F.kl_div(ours, theirs, reduction="sum", log_target=True)
 
 
 class ScaleTuning(LightningModule):

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from typing_extensions import override
 
@@ -102,8 +103,11 @@ class ShardedStrategy(DDPStrategy):
         if not self._splits:
             super().configure_ddp()
             return
-        if self._mesh is None:  # once: each would cost a communicator
-            self._mesh = init_device_mesh(self.root_device.type, (self.world_size,))
+        if self._mesh is None:
+            # Of the group that is there: another communicator would cost its buffers again.
+            everyone = dist.group.WORLD
+            assert everyone is not None
+            self._mesh = DeviceMesh.from_group(everyone, self.root_device.type)
         self._recipe.split(self._mesh)
 
     @override

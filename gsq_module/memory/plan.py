@@ -24,7 +24,8 @@ an H200 by benchmarks/memory.py (device memory in use less what the allocator ho
 CUBLAS_BYTES = 64 * MIB
 """Workspaces that cuBLAS and cuBLASLt keep in torch's allocator, once a matrix product has run."""
 NCCL_BYTES = 640 * MIB
-"""NCCL's buffers of one rank (field-notes.md: 0.5-0.7 GiB on PCIe cards)."""
+"""NCCL's buffers of one rank as it sets itself up, none of the recipe's `nccl` keys set (field-notes.md: 0.5-0.7 GiB on
+PCIe cards, 0.4 over NVLink). benchmarks/nccl_memory.py measures it, and what the keys save."""
 FRAGMENT_FRACTION = {True: 0.03, False: 0.14}
 """What the caching allocator reserves beyond what it hands out, of the peak, with expandable segments and without: on
 an H200 0.02 in a refinement, and 0.14 at the wall (docs/memory.md)."""
@@ -162,6 +163,8 @@ class MemoryPlan:
             yield f"--model.final_pass.epochs 0 {ANOTHER}", self.changed(final_pass=False)
         if job.reload:
             yield "--reload_max_gib 0", self.changed(reload=False)
+        if job.strategy == "ddp":
+            yield "--trainer.strategy sharded", self.changed(strategy="sharded")
         if job.candidates > 4:
             yield f"--model.bits 2 {ANOTHER}", self.changed(candidates=4, windowed=False)
 

@@ -49,6 +49,7 @@ def find_remedies(
     if verdict.kind in _NCCL_KINDS:
         # It says what failed, which the error does not.
         remedies.insert(0, Remedy("NCCL_DEBUG=WARN before the command: NCCL then says what failed, on which rank"))
+        remedies.insert(1, Remedy("--nccl.max_ctas 4 --nccl.buffsize 1048576: smaller buffers of NCCL's, slower"))
     return tuple(remedies)
 
 
