@@ -96,7 +96,7 @@ def measure(row: str, options: argparse.Namespace) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     before = used_bytes()
-    python_path = os.pathsep.join((str(ROOT), str(HERE)))
+    python_path = os.pathsep.join((str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])))
     with (folder / "output.txt").open("w") as output:
         processes = [
             subprocess.Popen(
@@ -119,7 +119,8 @@ def measure(row: str, options: argparse.Namespace) -> dict[str, Any]:
                 process.wait()
                 statuses.append(None)
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
-    stages = [next((row for row in rows if row["stage"] == "refine"), None) for rows in found]
+    # The last: the first one only warms up.
+    stages = [next((row for row in reversed(rows) if row["stage"] == "refine"), None) for rows in found]
     result: dict[str, Any] = {"statuses": statuses, "before": before, "stages": found}
     if any(statuses) or None in statuses:
         lines = (folder / "output.txt").read_text().strip().splitlines()

@@ -110,6 +110,7 @@ def run(setting: NCCL, devices: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--only", nargs="*", choices=list(SETTINGS), default=list(SETTINGS), metavar="SETTING")
     parser.add_argument("--out", default="runs/nccl_memory.json")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -124,7 +125,8 @@ def main() -> None:
     print(f"NCCL {version}, {options.devices} GPUs; set in the environment: {exported or 'nothing'}\n")
     print("| nccl keys | MiB on each GPU | all-reduce of 170 MiB |\n|---|---|---|")
     rows = {}
-    for name, setting in SETTINGS.items():
+    for name in options.only:
+        setting = SETTINGS[name]
         rows[name] = row = run(setting, options.devices) | {"keys": asdict(setting)}
         note = f" ({', '.join(row['kept'])} as in the environment)" if row["kept"] else ""
         figures = row.get("failed") or f"{row['mib']:.0f} | {row['ms']:.2f} ms"
