@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from gsq_module.export import vllm
 from gsq_module.module import GSQModule
 from gsq_module.pipeline import count_blocks, find_units
 from gsq_module.streaming.model import StreamedModel
@@ -66,6 +67,20 @@ def check_geometry(model: StreamedModel, recipe: GSQModule) -> list[str]:
     if recipe.num_blocks is not None and recipe.num_blocks > model.num_blocks:
         problems.append(f"model.num_blocks={recipe.num_blocks}: the model has {model.num_blocks} blocks")
     return problems
+
+
+def serving_problems(model: StreamedModel, recipe: GSQModule) -> list[str]:
+    """Why vLLM would not load the export of this recipe; no reason not to make it. Empty when nothing is known."""
+    chosen = dict.fromkeys(
+        unit.full_name(path)
+        for index in range(count_blocks(model, recipe))
+        for unit in find_units(model, index, recipe)
+        for path in unit.linears
+    )
+    linears = [name for name, module in model.model.named_modules() if isinstance(module, nn.Linear)]
+    problems = vllm.split_fused(chosen, [name for name in linears if name not in chosen])
+    _, problem = vllm.kernel_of(recipe.grid.storage_bits, recipe.group_size)
+    return [f"vLLM will not load the export: {text}" for text in [*problems, *([problem] if problem else [])]]
 
 
 def measure_coverage(model: StreamedModel, recipe: GSQModule) -> Coverage:

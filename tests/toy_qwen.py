@@ -1,4 +1,4 @@
-"""A scaled-down Qwen3.5 checkpoint as the hub stores one: wrapper class, vision tower, hybrid text stack, MTP layers."""
+"""A small Qwen3.5 checkpoint as the hub stores one: wrapper class, vision tower, hybrid text stack, MTP layers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def qwen_config(num_blocks: int = 4, **text: object) -> Qwen3_5Config:
 
 
 def mtp_tensors(seed: int = 1) -> dict[str, Tensor]:
-    """The layers that predict a token more, which transformers does not know: one full-attention block and its input."""
+    """Layers that predict one token more, which transformers does not know: a full-attention block and its input."""
     hidden, inner = TEXT["hidden_size"], TEXT["intermediate_size"]
     queries, keys = (TEXT[f"num_{kind}_heads"] * TEXT["head_dim"] for kind in ("attention", "key_value"))
     shapes = {
@@ -79,7 +79,7 @@ def qwen_tokenizer() -> Qwen3_5Tokenizer:
 
 
 def qwen_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16, **config: object) -> Path:
-    """Write the folder: two shards and an index, vision tower and MTP layers in the second; float32 where not `dtype`."""
+    """Write the folder: two shards and an index, vision tower and MTP layers in the second; A_log in float32."""
     model = Qwen3_5ForConditionalGeneration(qwen_config(**config)).eval()
     randomize(model)
     save(model, folder, dtype)

@@ -20,14 +20,17 @@ PACKAGES = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
 """Modules that transformers looks for, and the distributions that they come in."""
 
 
-def installed_kernels() -> list[str]:
-    """The distributions of fast kernels that can be imported here."""
-    return [distribution for module, distribution in PACKAGES.items() if find_spec(module) is not None]
-
-
-def has_linear_attention(model: nn.Module) -> bool:
-    """Whether blocks of the model have a linear attention, whose function depends on what is installed."""
-    return any(name.endswith("linear_attn") for name, _ in model.named_modules())
+def planned_path(model: nn.Module) -> str | None:
+    """What a plan of this model assumes, for people; None where nothing depends on what is installed."""
+    if not any(name.endswith("linear_attn") for name, _ in model.named_modules()):
+        return None
+    installed = [distribution for module, distribution in PACKAGES.items() if find_spec(module) is not None]
+    if not installed:
+        return "linear attention: planned with transformers' torch code, which a run here uses as well"
+    return (
+        f"linear attention: planned with transformers' torch code; a run here uses {' and '.join(installed)}, "
+        "whose memory is not in the plan"
+    )
 
 
 @contextmanager
