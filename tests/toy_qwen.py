@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from toy_models import SIZES, randomize, save
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3_5Tokenizer
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from gsq_module.streaming.checkpoint import INDEX_FILE, Checkpoint
 
@@ -72,12 +72,6 @@ def mtp_tensors(seed: int = 1) -> dict[str, Tensor]:
     return {f"mtp.{name}.weight": torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}
 
 
-def qwen_tokenizer() -> Qwen3_5Tokenizer:
-    """Byte-level BPE, which transformers takes for this family whatever the folder says: `w23 w4` is w 2 3 _w 4."""
-    pieces = ["<|endoftext|>", *"w0123456789", "\u0120", "\u0120w"]
-    return Qwen3_5Tokenizer(vocab={piece: n for n, piece in enumerate(pieces)}, merges=[("\u0120", "w")])
-
-
 def qwen_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16, **config: object) -> Path:
     """Write the folder: two shards and an index, vision tower and MTP layers in the second; A_log in float32."""
     model = Qwen3_5ForConditionalGeneration(qwen_config(**config)).eval()
@@ -96,5 +90,4 @@ def qwen_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16, **config:
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    qwen_tokenizer().save_pretrained(folder)
     return folder

@@ -202,8 +202,7 @@ def _vllm(export: _Export) -> Verdict:
     modules = {id(module): path for path, module in export.tree.named_modules()}
     embedding = modules[id(export.tree.get_input_embeddings())]
     head = modules.get(id(export.tree.get_output_embeddings()))
-    packed = {name: scheme for name, scheme in export.packed.items() if scheme is not None}
-    ignore = export.quantization.ignore or []
+    packed, ignore = export.packed, export.quantization.ignore or []
     verdict.problems += vllm.layer_problems(packed, export.in_float, export.groups, ignore, embedding, head)
     if head not in packed and embedding in packed and head not in export.in_float:
         verdict.notes.append("head and packed embedding are one tensor, which only newer versions compute logits from")

@@ -117,7 +117,7 @@ def scheme_problems(schemes: Sequence[QuantizationScheme]) -> tuple[list[str], l
 
 
 def layer_problems(
-    packed: Mapping[str, QuantizationScheme],
+    packed: Mapping[str, QuantizationScheme | None],
     in_float: Sequence[str],
     groups: Sequence[QuantizationScheme],
     ignore: Sequence[str],
@@ -127,7 +127,7 @@ def layer_problems(
     """Layers that vLLM would create in another form than the one they are stored in.
 
     Args:
-        packed: Scheme by module path of everything that is packed.
+        packed: Scheme by module path of everything that is packed; None where no config group is for it.
         in_float: Paths of the linears in float; all that the checkpoint holds, MTP layers as well.
         groups: All config groups.
         ignore: Of the quantization_config.
@@ -145,6 +145,8 @@ def layer_problems(
         return named or any(p.lower() in class_name.lower() for p in patterns if not p.startswith("re:"))
 
     problems = listed("packed, but on the ignore list", [name for name in packed if matches(name, ignored)])
+    none = [name for name in packed if packed[name] is None and name not in (head, embedding)]
+    problems += listed("packed, but no target is for them", [name for name in none if not matches(name, ignored)])
     # A head or an embedding that no target names is created in float; any other linear is taken to be packed.
     loose = [name for name in in_float if name not in (head, embedding) and not matches(name, ignored)]
     problems += listed("in float, but not on the ignore list", loose)
@@ -154,7 +156,8 @@ def layer_problems(
     if head is not None and named and not matches(head, ignored):
         problems.append(f"{head} is in float, but a target names it and the ignore list does not")
     if embedding in packed:
-        weights = packed[embedding].weights
+        scheme = packed[embedding]
+        weights = None if scheme is None else scheme.weights
         if not matches(embedding, targets, "VocabParallelEmbedding"):
             problems.append(f"{embedding} is packed, but no target names it")
         if weights is not None and weights.num_bits not in EMBEDDING_BITS:

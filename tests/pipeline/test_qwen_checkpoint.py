@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 import transformers
+from torch import nn
 from toy_models import open_streamed
 from toy_qwen import TEXT, qwen_checkpoint
 from toy_runs import run, summary_of, write_recipe
-from torch import nn
 
 from gsq_module.coverage import measure_coverage
 from gsq_module.export.engines import check_engines
@@ -23,7 +23,9 @@ MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 LINEAR = [f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")]
 FULL = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
 QUANTIZED = {f"{BLOCKS}.{block}.{name}" for block in range(4) for name in (FULL if block == 3 else LINEAR) + MLP}
-VISION = [f"blocks.{n}.{name}" for n in (0, 1) for name in ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")]
+VISION = [
+    f"blocks.{n}.{name}" for n in (0, 1) for name in ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
+]
 KEPT = {f"model.visual.{name}" for name in [*VISION, "merger.linear_fc1", "merger.linear_fc2"]} | {"lm_head", "mtp.fc"}
 KEPT |= {f"mtp.layers.0.{name}" for name in FULL + MLP}
 GATES = {f"{prefix}.{n}.linear_attn.in_proj_{x}" for prefix in (BLOCKS, "model.layers") for n in range(3) for x in "ab"}
