@@ -35,7 +35,7 @@ CLASSES = {
     "Gemma3ForConditionalGeneration",
     "Phi3ForCausalLM",
 }
-"""Of its registry, the classes that models of this program have been seen to have."""
+"""Classes that were looked up in its registry; it has many more."""
 
 WRAPPER_PREFIXES = (
     ("model.visual.", "visual."),
