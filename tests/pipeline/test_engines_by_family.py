@@ -9,6 +9,7 @@ from toy_runs import BARE, run, summary_of
 from transformers import AutoModelForCausalLM
 
 from gsq_module.export.reader import open_checkpoint
+from gsq_module.streaming.checkpoint import Checkpoint
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3"]
 
@@ -25,7 +26,8 @@ def test_an_export_loads_and_generates(name, recipes, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
     expected = AutoModelForCausalLM.from_pretrained(cli.model.path, dtype=torch.float32)
     dense = open_checkpoint(export)
-    packed = [name for name in dense.names() if f"{name}_packed" in dense._stored]
+    stored = Checkpoint(export).names()
+    packed = [name.removesuffix("_packed") for name in stored if name.endswith(".weight_packed")]
     assert len(packed) == 2 * 7
     for parameter in packed:
         expected.get_parameter(parameter).data = dense.tensor(parameter).float()
