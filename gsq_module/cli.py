@@ -228,11 +228,14 @@ class GSQCLI(LightningCLI):
                     commands.export(run)
 
     def evaluate(
-        self, model: GSQModule, datamodule: CalibrationData, checkpoint: str | None, whole_model: bool
+        self, model: GSQModule, datamodule: CalibrationData, checkpoint: str | None, whole_model: bool, check: bool
     ) -> None:
-        """Measure a checkpoint."""
+        """Measure a checkpoint, or check what can load it."""
         with user_errors():
             run = self._run(model, datamodule)
+            if check:
+                self.engines = commands.check(run, checkpoint) if ranks.is_first() else []
+                return
             if not whole_model:
                 ranks.start(self.trainer, model)
             with run.report.watching():

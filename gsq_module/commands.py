@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from gsq_module import ranks
 from gsq_module.coverage import measure_coverage
 from gsq_module.evaluation import whole_model_perplexity
+from gsq_module.export.engines import Verdict, as_lines, check_engines
 from gsq_module.export.reader import open_checkpoint
 from gsq_module.export.writer import ExportReport
 from gsq_module.memory.statistics import format_bytes
@@ -18,6 +21,8 @@ from gsq_module.recipe_run import Run
 from gsq_module.streaming import source
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.summary import build_summary, print_summary
+
+logger = logging.getLogger(__name__)
 
 
 def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
@@ -58,12 +63,15 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     summary = build_summary(
         perplexities, coverage, results, report, run.clock, seconds, str(directory.export), predicted, peaks, tuned
     )
+    verdicts = _engines(directory.export)
+    summary["engines"] = [{**asdict(verdict), "loads": verdict.loads} for verdict in verdicts]
     path = directory.write_summary(summary)
     for logger in run.trainer.loggers:
         flat = {f"perplexity/{text}/{name}": v for name, values in perplexities.items() for text, v in values.items()}
         logger.log_metrics(flat, step=run.trainer.global_step)
         logger.finalize("success")
     print_summary(summary)
+    print(*as_lines(verdicts), sep="\n")
     print(f"summary: {path}")
     return summary
 
@@ -73,16 +81,36 @@ def export(run: Run) -> ExportReport:
     model = run.open_model()
     report = run.export(model, measure_coverage(model, run.recipe))
     print(f"{run.directory.export}: {len(report.files)} file(s), {format_bytes(report.total_bytes)}")
+    print(*as_lines(_engines(run.directory.export)), sep="\n")
     return report
 
 
-def evaluate(run: Run, checkpoint: str | None, whole_model: bool) -> dict[str, float]:
-    """Perplexity of one checkpoint on the recipe's evaluation texts.
+def _engines(folder: Path) -> list[Verdict]:
+    """Verdicts on what has just been exported. Nothing is lost where they cannot be had."""
+    try:
+        return check_engines(folder)
+    except Exception:
+        logger.warning("%s could not be checked", folder, exc_info=True)
+        return []
+
+
+def check(run: Run, checkpoint: str | None) -> list[Verdict]:
+    """Print which engines can load an export, and why not.
 
     Args:
         run: Checked by `check_recipe`.
-        checkpoint: Folder; `original` for the recipe's own model; None for the run's export.
-        whole_model: Through plain transformers instead of block by block.
+        checkpoint: Folder; `original` for the recipe's own model, which is no export; None for the run's export.
+    """
+    verdicts = check_engines(_checkpoint_folder(run, checkpoint))
+    print(*as_lines(verdicts), sep="\n")
+    return verdicts
+
+
+def _checkpoint_folder(run: Run, checkpoint: str | None) -> Path:
+    """Folder of a checkpoint as `evaluate` is told it.
+
+    Raises:
+        FileNotFoundError: The run has no export yet.
     """
     folder = run.directory.export if checkpoint is None else Path(checkpoint)
     if checkpoint is None and not folder.is_dir():
@@ -93,6 +121,18 @@ def evaluate(run: Run, checkpoint: str | None, whole_model: bool) -> dict[str, f
     if checkpoint == "original":
         with ranks.first_alone():
             folder = source.fetch(run.recipe.path, run.recipe.gguf_file, run.directory.source)
+    return folder
+
+
+def evaluate(run: Run, checkpoint: str | None, whole_model: bool) -> dict[str, float]:
+    """Perplexity of one checkpoint on the recipe's evaluation texts.
+
+    Args:
+        run: Checked by `check_recipe`.
+        checkpoint: Folder; `original` for the recipe's own model; None for the run's export.
+        whole_model: Through plain transformers instead of block by block.
+    """
+    folder = _checkpoint_folder(run, checkpoint)
     opened = open_checkpoint(folder)
     with ranks.first_alone():
         run.data.tokenize_evaluation(run.tokenizer(folder))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from torch import nn
 
+from gsq_module.export import vllm
 from gsq_module.module import GSQModule
 from gsq_module.pipeline import count_blocks, find_units
 from gsq_module.streaming.model import StreamedModel
+from gsq_module.streaming.tree import causal_lm_names
 from gsq_module.streaming.units import indivisible_linears, is_fused
 
 
@@ -20,7 +23,9 @@ class Coverage:
         quantized: Module paths of the linears that are quantized, in block order.
         quantized_parameters: Their weights.
         float_parameters: Parameters that stay in float, by reason.
-        float_linears: Module paths of the linears that stay in float: the export's `ignore` list.
+        float_linears: Module paths of the linears that stay in float: the export's `ignore` list. Besides those of the
+            module tree, linears that only the checkpoint has (MTP layers), and the names that linears have in the class
+            that AutoModelForCausalLM builds.
     """
 
     quantized: list[str] = field(default_factory=list)
@@ -64,6 +69,20 @@ def check_geometry(model: StreamedModel, recipe: GSQModule) -> list[str]:
     return problems
 
 
+def serving_problems(model: StreamedModel, recipe: GSQModule) -> list[str]:
+    """Why vLLM would not load the export of this recipe; no reason not to make it. Empty when nothing is known."""
+    chosen = dict.fromkeys(
+        unit.full_name(path)
+        for index in range(count_blocks(model, recipe))
+        for unit in find_units(model, index, recipe)
+        for path in unit.linears
+    )
+    linears = [name for name, module in model.model.named_modules() if isinstance(module, nn.Linear)]
+    problems = vllm.split_fused(chosen, [name for name in linears if name not in chosen])
+    _, problem = vllm.kernel_of(recipe.grid.storage_bits, recipe.group_size)
+    return [f"vLLM will not load the export: {text}" for text in [*problems, *([problem] if problem else [])]]
+
+
 def measure_coverage(model: StreamedModel, recipe: GSQModule) -> Coverage:
     """Sort a model's parameters; weights need not be loaded."""
     coverage = Coverage()
@@ -77,6 +96,9 @@ def measure_coverage(model: StreamedModel, recipe: GSQModule) -> Coverage:
     coverage.float_linears = [
         name for name, module in modules.items() if isinstance(module, nn.Linear) and name not in coverage.quantized
     ]
+    renamed = causal_lm_names(model.model)
+    coverage.float_linears += [renamed[name] for name in coverage.float_linears if name in renamed]
+    _add_checkpoint_only(coverage, model)
     tied = model.is_tied
     for name, parameter in model.model.named_parameters():
         if name in chosen or (tied and name == f"{model.head_path}.weight"):
@@ -84,6 +106,19 @@ def measure_coverage(model: StreamedModel, recipe: GSQModule) -> Coverage:
         reason = _reason(name, parameter, modules[name.rpartition(".")[0]], model, recipe)
         coverage.float_parameters[reason] = coverage.float_parameters.get(reason, 0) + parameter.numel()
     return coverage
+
+
+def _add_checkpoint_only(coverage: Coverage, model: StreamedModel) -> None:
+    """Tensors that transformers leaves out of its module tree, such as MTP layers: they are copied as they are."""
+    known = set(model.model.state_dict())
+    for name in model.checkpoint.names():
+        if name in known:
+            continue
+        shape = model.checkpoint.shape(name)
+        reason = "in the checkpoint, not in transformers' model (MTP layers)"
+        coverage.float_parameters[reason] = coverage.float_parameters.get(reason, 0) + math.prod(shape)
+        if len(shape) == 2 and name.endswith(".weight"):
+            coverage.float_linears.append(name.removesuffix(".weight"))
 
 
 def _reason(name: str, parameter: nn.Parameter, owner: nn.Module, model: StreamedModel, recipe: GSQModule) -> str:

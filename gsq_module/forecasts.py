@@ -14,7 +14,7 @@ from rich import get_console
 
 from gsq_module import ranks, rehearsal, strategy_choice
 from gsq_module.atomic import write_atomically
-from gsq_module.coverage import check_geometry
+from gsq_module.coverage import check_geometry, serving_problems
 from gsq_module.data.module import CalibrationData
 from gsq_module.memory.plan import CONTEXT_BYTES, MemoryPlan
 from gsq_module.memory.plan_report import as_dict, parse_bytes, remedies, render, verdict
@@ -26,6 +26,7 @@ from gsq_module.rehearsal import Rehearsed
 from gsq_module.run_directory import RunDirectory
 from gsq_module.streaming import source
 from gsq_module.streaming.activations import available_host_bytes
+from gsq_module.streaming.fast_paths import planned_path
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.synthetic import SyntheticCheckpoint
 from gsq_module.streaming.tree import meta_model
@@ -44,18 +45,22 @@ def _free_bytes(device: torch.device) -> int:
     return free + CONTEXT_BYTES + torch.cuda.memory_reserved(device)
 
 
+def _model(run: Run) -> StreamedModel:
+    """The recipe's model without its weights."""
+    folder = _config_folder(run.recipe, run.directory)
+    tree = meta_model(folder)
+    return StreamedModel(tree, SyntheticCheckpoint(folder, tree), torch.device("cpu"), run.dtype)
+
+
 def make_plan(run: Run, device: torch.device, free_bytes: int | None) -> MemoryPlan:
     """The plan of a run on a device with this much free memory.
 
     Raises:
         ValueError: The model's geometry refuses the recipe; lists every problem.
     """
-    folder = _config_folder(run.recipe, run.directory)
-    tree = meta_model(folder)
-    model = StreamedModel(tree, SyntheticCheckpoint(folder, tree), torch.device("cpu"), run.dtype)
-    raise_collected(check_geometry(model, run.recipe))
+    raise_collected(check_geometry(_model(run), run.recipe))
     return plan_run(
-        folder, run.recipe, run.data, device, free_bytes, run.trainer.world_size,
+        _config_folder(run.recipe, run.directory), run.recipe, run.data, device, free_bytes, run.trainer.world_size,
         strategy_name(run.trainer), run.reload_max_gib,
     )  # fmt: skip
 
@@ -108,6 +113,10 @@ def plan(run: Run, memory: str | None, json_file: str | None, auto: bool = False
     print(f"{format_bytes(free)} free: {verdict(made, free)[1]}")
     for remedy in remedies(made):
         print(f"  {remedy}")
+    model = _model(run)
+    for note in (planned_path(model.model), *serving_problems(model, run.recipe)):
+        if note is not None:
+            print(note)
     if json_file is not None:
         write_atomically(Path(json_file), json.dumps(as_dict(made, free), indent=1).encode())
     return made

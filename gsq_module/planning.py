@@ -20,6 +20,7 @@ from gsq_module.pipeline import count_blocks, find_units
 from gsq_module.quantization.training_ops import accumulating_in_place, squared_error
 from gsq_module.streaming.activations import choose_location
 from gsq_module.streaming.calls import BlockCall
+from gsq_module.streaming.fast_paths import torch_path
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.synthetic import SyntheticCheckpoint
 from gsq_module.streaming.tree import meta_model
@@ -139,7 +140,8 @@ def _blocks(model: StreamedModel, recipe: GSQModule, job: Job) -> tuple[BlockSha
     # On real tensors: where it is traced, transformers makes attention masks that a run does without.
     calls = {size: model.record_shapes(torch.zeros(size, job.seq_len, dtype=torch.int64)) for size in sizes}
     found = []
-    with FakeTensorMode(allow_non_fake_inputs=True):  # those calls, and buffers of the tree on the meta device
+    # Not fake are those calls, and buffers of the tree on the meta device.
+    with FakeTensorMode(allow_non_fake_inputs=True), torch_path():
         for indices in kinds.values():
             here = {size: calls[size][indices[0]] for size in sizes}
             found.append(_measure(model, recipe, job, tuple(indices), here))

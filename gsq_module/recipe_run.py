@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from callbacks import AllocatorStats, OOMReport, RunProgress
 from gsq_module import ranks
-from gsq_module.coverage import Coverage, check_geometry
+from gsq_module.coverage import Coverage, check_geometry, serving_problems
 from gsq_module.data.module import CalibrationData
 from gsq_module.data.samples import Samples
 from gsq_module.evaluation import streamed_perplexity, whole_model_perplexity
@@ -33,6 +34,8 @@ from gsq_module.refinement import UnitRefiner
 from gsq_module.run_directory import RunDirectory, UnitResult, UnitShards
 from gsq_module.streaming import source
 from gsq_module.streaming.model import StreamedModel
+
+logger = logging.getLogger(__name__)
 
 STRATEGIES = (SingleDeviceStrategy, DDPStrategy)
 """Of Lightning's, those whose fits leave every rank with the same relaxed weights."""
@@ -157,6 +160,9 @@ class Run:
         check_destination(folder, self.directory.export)  # of a model from the hub, check_recipe could not
         model = StreamedModel.from_checkpoint(open_checkpoint(folder), self.device, self.dtype)
         raise_collected(check_geometry(model, self.recipe))
+        if ranks.is_first():
+            for problem in serving_problems(model, self.recipe):
+                logger.warning("%s", problem)
         return model
 
     def tokenizer(self, folder: Path) -> PreTrainedTokenizerBase:

@@ -35,12 +35,14 @@ class RecipeTrainer(Trainer):
         datamodule: CalibrationData,
         checkpoint: str | None = None,
         whole_model: bool = False,
+        check: bool = False,
     ) -> None:
         """Measure the perplexity of a checkpoint, original or exported.
 
         Args:
             checkpoint: Folder of the checkpoint; `original` for the recipe's own model; null for the run's export.
             whole_model: Load it whole with plain transformers instead of block by block.
+            check: Instead of measuring, say which engines can load the exported checkpoint, and why not.
         """
         raise NotImplementedError("GSQCLI.evaluate does this")
 
