@@ -38,13 +38,14 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     if recipe.measure_initial and recipe.refinement.epochs:
         run.say(f"initial: {recipe.initializer} alone, and its perplexity")
         initial = run.quantize_initially(model)
-        perplexities["initial"] = run.perplexity(model, initial.weights())
+        perplexities["initial"] = run.perplexity(model, run.outer(model, initial).weights(initial.weights()))
     run.say("quantized: refinement")
     results = run.quantize(model)
     run.say("quantized: export and perplexity")
     shards = directory.units(recipe.grid)
     report = ranks.from_first(lambda: run.export(model, coverage))
-    perplexities["quantized"] = run.perplexity(model, shards.weights())
+    outer = run.outer(model, shards)
+    perplexities["quantized"] = run.perplexity(model, outer.weights(shards.weights()))
     peaks = ranks.gather(max(run.clock.peak_memory.values(), default=0))
     # One process does what remains. Loading an export, compressed-tensors would want the help of all connected ones.
     ranks.finish()
@@ -56,8 +57,9 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     predicted = run.plan.by_stage() if run.plan is not None else {}
     summary = build_summary(
-        perplexities, coverage, results, report, run.clock, seconds, str(directory.export), predicted, peaks
-    )
+        perplexities, coverage, results, report, run.clock, seconds, str(directory.export), predicted, peaks,
+        outer.results(),
+    )  # fmt: skip
     path = directory.write_summary(summary)
     for logger in run.trainer.loggers:
         flat = {f"perplexity/{text}/{name}": v for name, values in perplexities.items() for text, v in values.items()}

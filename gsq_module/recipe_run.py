@@ -26,6 +26,7 @@ from gsq_module.export.writer import ExportReport, export_checkpoint
 from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.stages import StageClock, StageListener
 from gsq_module.module import GSQModule
+from gsq_module.outer import OuterQuantizer
 from gsq_module.pipeline import BlockLoop
 from gsq_module.refinement import UnitRefiner
 from gsq_module.run_directory import RunDirectory, UnitResult, UnitShards
@@ -237,9 +238,15 @@ class Run:
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=self.trainer.global_step)
 
+    def outer(self, model: StreamedModel, shards: UnitShards) -> OuterQuantizer:
+        """Embedding and head beside a run's units."""
+        return OuterQuantizer(model, self.recipe, shards)
+
     def export(self, model: StreamedModel, coverage: Coverage) -> ExportReport:
-        """Write the finished units as a checkpoint."""
-        weights = self.directory.units(self.recipe.grid).weights()
+        """Write the finished units, embedding and head as a checkpoint."""
+        shards = self.directory.units(self.recipe.grid)
+        outer = self.outer(model, shards)
+        weights = outer.weights(shards.weights())
         missing = [name for name in coverage.quantized if name not in weights]
         if missing:
             raise ValueError(
@@ -255,6 +262,7 @@ class Run:
                 self.recipe.group_size,
                 ignore=coverage.float_linears,
                 tied=[f"{model.head_path}.weight"] if model.is_tied else [],
+                outer=list(outer.parts.values()),
             )
 
     def perplexity(self, model: StreamedModel, weights: Mapping[str, Any] | None = None) -> dict[str, float]:

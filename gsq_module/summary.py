@@ -35,6 +35,7 @@ def build_summary(
     export_dir: str,
     predicted: Mapping[str, int],
     device_peaks: Sequence[int] = (),
+    outer: Sequence[UnitResult] = (),
 ) -> dict[str, Any]:
     """Collect what a run came to.
 
@@ -48,6 +49,7 @@ def build_summary(
         export_dir: Where the export is.
         predicted: The memory plan's peaks by stage, in bytes; empty without a plan.
         device_peaks: Highest allocated bytes of each rank's device; of no interest where there is one.
+        outer: Results of embedding and head, where they are quantized.
     """
     texts = list(next(iter(perplexities.values()), {}))
     return {
@@ -62,6 +64,7 @@ def build_summary(
             "float_parameters": coverage.float_parameters,
         },
         "units": [asdict(unit) for unit in units],
+        "outer": [asdict(part) for part in outer],
         "seconds": {"total": seconds, **clock.seconds},
         "peak_memory": {
             "host_bytes": host_peak_bytes(),
@@ -95,7 +98,10 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
             f"{len(units)} units: mean relative error {before:.4f} -> {after:.4f}"
             + (f"; {kept} kept their initial codes" if kept else "")
         )
-    notes = {name: note for unit in units for name, note in unit["notes"].items()}
+    for part in summary["outer"]:
+        solved = f" rounded, {part['refined_error']:.6f} by GPTQ" if part["kept"] == "refined" else ""
+        console.print(f"{part['unit']}: relative error {part['initial_error']:.6f}{solved}")
+    notes = {name: note for unit in [*units, *summary["outer"]] for name, note in unit["notes"].items()}
     for name, note in notes.items():
         console.print(f"  {name}: {note}")
     coverage = summary["coverage"]

@@ -44,7 +44,13 @@ class SyntheticCheckpoint(Checkpoint):
 
     def tensor(self, name: str) -> Tensor:
         """Normal numbers, small enough for hidden states of ordinary size; norms' weights are ones."""
-        shape = self._shapes[name]
+        return self._random(self._shapes[name])
+
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        rows, *others = self._shapes[name]
+        return self._random((len(range(rows)[begin:end]), *others))
+
+    def _random(self, shape: tuple[int, ...]) -> Tensor:
         if len(shape) < 2:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(std=0.02)
