@@ -21,8 +21,8 @@ class Coverage:
         quantized: Module paths of the linears that are quantized, in block order; behind them embedding and head.
         quantized_parameters: Their weights.
         float_parameters: Parameters that stay in float, by reason.
-        float_linears: Module paths of the linears that stay in float: the export's `ignore` list. Where the embedding is
-            quantized, so are those of the other embeddings.
+        float_linears: Module paths of the linears that stay in float: the export's `ignore` list. With a
+            quantized embedding, those of the other embeddings too.
     """
 
     quantized: list[str] = field(default_factory=list)

@@ -101,8 +101,8 @@ class GSQModule(LightningModule):
         group_size: Input columns that share one scale. Must divide the input width of every quantized layer.
         units: What is quantized in each block, in this order: `attention` (every linear of the token mixer), `mlp`.
         ignore: Glob patterns of linears that stay in float. The defaults are tiny gates and routers.
-        embedding_bits: Also quantize the embedding, to 4 or 8 bits by rounding; null keeps it in float. In a tied model,
-            whose head is the embedding, both; the export then holds them one by one.
+        embedding_bits: Also quantize the embedding, to 4 or 8 bits by rounding; null keeps it in float. In a tied
+            model, whose head is the embedding, that quantizes both, and the export holds them one by one.
         head_bits: Also quantize the head, to 4 or 8 bits by GPTQ on its own inputs (`initializer: rtn`: by rounding).
         outer_group_size: Input columns that share one scale in embedding and head; null for 128, 64 or 32, the largest
             of them that divides the hidden size.

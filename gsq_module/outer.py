@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -53,20 +54,20 @@ def outer_parts(model: StreamedModel, recipe: GSQModule) -> list[OuterPart]:
 
 def check_outer(model: StreamedModel, recipe: GSQModule) -> list[str]:
     """What of the recipe's keys for embedding and head this model refuses; empty when they fit."""
-    problems = []
+    problems: list[str] = []
     if recipe.embedding_bits is None and recipe.head_bits is None:
         return problems
     group_size = group_size_of(model, recipe)
     if model.hidden_size % group_size:
         problems.append(
-            f"model.outer_group_size={recipe.outer_group_size} does not divide the hidden size {model.hidden_size}, the "
-            "width of embedding and head: choose one that does (32, 64 and 128 are common), or leave out "
+            f"model.outer_group_size={recipe.outer_group_size} does not divide the hidden size {model.hidden_size}, "
+            "the width of embedding and head: choose one that does (32, 64 and 128 are common), or leave out "
             "model.embedding_bits and model.head_bits"
         )
     if model.is_tied and recipe.head_bits not in (None, recipe.embedding_bits):
         problems.append(
-            f"model.head_bits={recipe.head_bits} with model.embedding_bits={recipe.embedding_bits}: this model's head is "
-            "its embedding, which is quantized once, by model.embedding_bits. Leave out model.head_bits, and set "
+            f"model.head_bits={recipe.head_bits} with model.embedding_bits={recipe.embedding_bits}: this model's head "
+            "is its embedding, which is quantized once, by model.embedding_bits. Leave out model.head_bits, and set "
             f"--model.embedding_bits {recipe.embedding_bits or recipe.head_bits}"
         )
     if model.head_path is None and recipe.head_bits is not None:
@@ -77,7 +78,7 @@ def check_outer(model: StreamedModel, recipe: GSQModule) -> list[str]:
 class OuterShard(UnitShards):
     """The finished embedding or head of a run, beside its units: `embedding.safetensors`, `head.safetensors`."""
 
-    def _file(self, block: int, unit: str):
+    def _file(self, block: int, unit: str) -> Path:
         return self.directory / f"{unit}.safetensors"
 
 

@@ -29,9 +29,9 @@ def load_whole(directory: str | Path, dtype: torch.dtype | str = "auto", device:
 
 @contextmanager
 def _initializing_no_packed_embedding() -> Iterator[None]:
-    """transformers initializes what a checkpoint lacks. Of a packed linear it knows that it has no `weight`; of a packed
-    embedding it does not ("'Embedding' object has no attribute 'weight'"; github.com/huggingface/transformers, pull
-    request 48123)."""
+    """transformers initializes what a checkpoint lacks. Of a packed linear it knows that it has no `weight`, but not of
+    a packed embedding ("'Embedding' object has no attribute 'weight'"; huggingface/transformers, pull request 48123).
+    """
     initialize = PreTrainedModel._init_weights
 
     def guarded(self: PreTrainedModel, module: nn.Module) -> None:

@@ -24,8 +24,8 @@ class PackedCheckpoint(Checkpoint):
 
     Args:
         directory: A folder as for `Checkpoint`.
-        schemes: How its packed weights are stored. Where there are several, the modules that they name are told apart as
-            the library does it, so that config.json is needed.
+        schemes: How its packed weights are stored. Where there are several, modules are told apart as the library
+            does it, by name or class, so that config.json is needed.
 
     Raises:
         FileNotFoundError: As `Checkpoint`.

@@ -33,7 +33,7 @@ CHUNK_BYTES = 64 * MIB
 SETUP_CHUNKS, EAGER_CHUNKS = 4, 7
 """How many of them there are at once while logits are set up, and in an eager optimizer step."""
 ROW_CHUNK_BYTES = 16
-"""What each weight of a row chunk of embedding or head takes at once: in float32 itself, its error and that weighed, and
+"""What a weight of a row chunk of embedding or head takes at once: in float32 itself, its error and that weighed, and
 codes; or, while it is rounded, in its own dtype and three times in float32."""
 HEAD_TOKENS = 512
 """Positions whose logits are computed at once (evaluation.HEAD_TOKENS)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 ROW_CHUNK_WEIGHTS = 2**25
 """Weights of an embedding or a head that a rank quantizes at once."""
 PLACED_ROWS = 8192
