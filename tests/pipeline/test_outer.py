@@ -1,4 +1,4 @@
-"""Embedding and head: quantized around the blocks, evaluated as exported, resumed, and refused where they do not fit."""
+"""Embedding and head: quantized around the blocks, evaluated as exported, resumed, refused where they do not fit."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_perplexity_is_that_of_the_quantized_embedding_and_head(untied):
 @torch.no_grad()
 @pytest.mark.parametrize("num_blocks", [1, 2])
 def test_the_heads_error_is_that_of_its_output_on_the_quantized_stream(untied, num_blocks, tmp_path):
-    """Measured through plain transformers, on the whole model: also where blocks behind the quantized ones are float."""
+    """Measured through transformers, on the whole model: also where blocks behind the quantized ones are float."""
     recipe, run_dir, cli = untied
     if num_blocks == 1:
         run_dir = tmp_path / "run"
