@@ -63,3 +63,16 @@ def test_three_processes_share_rows_and_samples_that_do_not_divide(strategy, lau
     """128 training, 5 validation, 19 GPTQ and 9 evaluation samples; weights of 2, 32, 64 and 128 rows."""
     run = launch(tmp_path / "run", "--trainer.devices=3", f"--trainer.strategy={strategy}", *BARE)
     assert_same_result(run, alone)
+
+
+def test_two_processes_share_the_rows_of_embedding_and_head(launch, tmp_path):
+    """97 rows: they do not divide."""
+    options = ("--model.embedding_bits=8", "--model.head_bits=4", "--model.refinement.epochs=0", "--reload_max_gib=0")
+    one = launch(tmp_path / "one", *options)
+    two = launch(tmp_path / "two", *options, "--trainer.devices=2")
+    assert one.status == two.status == 0, one.output + two.output
+    assert contents(two.run_dir / "export") == contents(one.run_dir / "export")
+    for part, other in zip(summary_of(two.run_dir)["outer"], summary_of(one.run_dir)["outer"], strict=True):
+        assert part["refined_error"] == pytest.approx(other["refined_error"], rel=1e-6)
+        assert part["kept"] == other["kept"]
+    assert files_of(two) == files_of(one)
