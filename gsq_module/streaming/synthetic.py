@@ -28,7 +28,12 @@ class SyntheticCheckpoint(Checkpoint):
         tree = model if model is not None else meta_model(self.directory)
         self._dtype = getattr(getattr(tree, "config", None), "dtype", None) or torch.bfloat16
         self._device = device
-        self._shapes = {name: tuple(value.shape) for name, value in tree.state_dict().items()}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        seen: set[int] = set()
+        for name, value in tree.state_dict(keep_vars=True).items():
+            if id(value) not in seen:  # a tied head is no tensor of its own, as in real checkpoints
+                self._shapes[name] = tuple(value.shape)
+            seen.add(id(value))
 
     def names(self) -> list[str]:
         return list(self._shapes)

@@ -16,6 +16,7 @@ from gsq_module.memory.plan_report import as_dict
 from gsq_module.memory.sizes import ROW_CHUNK_WEIGHTS
 from gsq_module.module import GSQModule
 from gsq_module.planning import plan_run
+from gsq_module.streaming.checkpoint import Checkpoint
 
 GEOMETRY = Path(__file__).parents[2] / "recipes" / "geometry" / "qwen3.6-27b-text"
 TEXT_PARAMETERS = 26_895_998_464
@@ -49,10 +50,11 @@ def test_the_published_sizes_of_the_27b_model(bits, gigabytes):
     assert as_dict(made, 12 * GIB)["checkpoint"] == made.checkpoint_bytes
 
 
+@pytest.mark.slow
 def test_embedding_and_head_of_the_27b_model(short):
     now = plan(short)
     bits = {None: 16, 8: 8 + 16 / 128, 4: 4 + 16 / 128}
-    for embedding, head in ((8, None), (None, 4), (8, 8), (8, 4)):
+    for embedding, head in ((8, None), (8, 4)):
         made = plan(short, embedding_bits=embedding, head_bits=head)
         saved = HIDDEN * VOCABULARY / 8 * sum(16 - bits[part] for part in (embedding, head))
         assert now.checkpoint_bytes - made.checkpoint_bytes == saved
@@ -61,6 +63,7 @@ def test_embedding_and_head_of_the_27b_model(short):
         assert made.disk_bytes - now.disk_bytes == 2 * shards - saved
 
 
+@pytest.mark.slow
 def test_the_device_never_holds_more_than_some_rows_of_them(short):
     made = plan(short, embedding_bits=8, head_bits=8, store="memory")
     stages = {stage.stage: stage for stage in made.stages}
@@ -76,6 +79,7 @@ def test_the_device_never_holds_more_than_some_rows_of_them(short):
     assert plan(short, head_bits=8, initializer="rtn").predicted("head", None, None) == 16 * ROW_CHUNK_WEIGHTS
 
 
+@pytest.mark.slow
 def test_the_way_to_the_head_counts_where_blocks_behind_stay_in_float(short):
     part, whole = (plan(short, head_bits=8, num_blocks=blocks, store="memory") for blocks in (1, None))
     assert part.predicted("head", None, None) >= part.predicted("propagate", 0, None)
@@ -89,4 +93,5 @@ def test_it_is_what_an_export_holds(tmp_path, tie):
     options = [f"--model.{key}={value}" for key, value in settings.items()]
     run(recipe, tmp_path / "run", *options, "--model.refinement.epochs=0", "--reload_max_gib=0")
     report = json.loads((tmp_path / "run/export/gsq_export.json").read_text())
-    assert plan(tmp_path / "model", **settings).checkpoint_bytes == report["total_bytes"]
+    shapes = 16 * sum(name.endswith(".weight_shape") for name in Checkpoint(tmp_path / "run/export").names())
+    assert plan(tmp_path / "model", **settings).checkpoint_bytes == report["total_bytes"] - shapes
