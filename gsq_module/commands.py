@@ -43,13 +43,14 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     if recipe.measure_initial and recipe.refinement.epochs:
         run.say(f"initial: {recipe.initializer} alone, and its perplexity")
         initial = run.quantize_initially(model)
-        perplexities["initial"] = run.perplexity(model, initial.weights())
+        perplexities["initial"] = run.perplexity(model, run.outer(model, initial).weights(initial.weights()))
     run.say("quantized: refinement")
     results = run.quantize(model)
     tuned = run.train_scales(model)
     run.say("quantized: export and perplexity")
     report = ranks.from_first(lambda: run.export(model, coverage))
-    perplexities["quantized"] = run.perplexity(model, run.final_units.weights())
+    outer = run.outer(model, directory.units(recipe.grid))
+    perplexities["quantized"] = run.perplexity(model, outer.weights(run.final_units.weights()))
     peaks = ranks.gather(max(run.clock.peak_memory.values(), default=0))
     # One process does what remains. Loading an export, compressed-tensors would want the help of all connected ones.
     ranks.finish()
@@ -61,8 +62,9 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     predicted = run.plan.by_stage() if run.plan is not None else {}
     summary = build_summary(
-        perplexities, coverage, results, report, run.clock, seconds, str(directory.export), predicted, peaks, tuned
-    )
+        perplexities, coverage, results, report, run.clock, seconds, str(directory.export), predicted, peaks,
+        tuned, outer.results(),
+    )  # fmt: skip
     verdicts = _engines(directory.export)
     summary["engines"] = [{**asdict(verdict), "loads": verdict.loads} for verdict in verdicts]
     path = directory.write_summary(summary)

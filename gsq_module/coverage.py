@@ -9,6 +9,7 @@ from torch import nn
 
 from gsq_module.export import vllm
 from gsq_module.module import GSQModule
+from gsq_module.outer import check_outer, outer_parts
 from gsq_module.pipeline import count_blocks, find_units
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.tree import causal_lm_names
@@ -20,12 +21,12 @@ class Coverage:
     """Parameters of a model by what becomes of them.
 
     Attributes:
-        quantized: Module paths of the linears that are quantized, in block order.
+        quantized: Module paths of the linears that are quantized, in block order; behind them embedding and head.
         quantized_parameters: Their weights.
         float_parameters: Parameters that stay in float, by reason.
         float_linears: Module paths of the linears that stay in float: the export's `ignore` list. Besides those of the
             module tree, linears that only the checkpoint has (MTP layers), and the names that linears have in the class
-            that AutoModelForCausalLM builds.
+            that AutoModelForCausalLM builds. With a quantized embedding, those of the other embeddings too.
     """
 
     quantized: list[str] = field(default_factory=list)
@@ -66,7 +67,7 @@ def check_geometry(model: StreamedModel, recipe: GSQModule) -> list[str]:
         )
     if recipe.num_blocks is not None and recipe.num_blocks > model.num_blocks:
         problems.append(f"model.num_blocks={recipe.num_blocks}: the model has {model.num_blocks} blocks")
-    return problems
+    return problems + check_outer(model, recipe)
 
 
 def serving_problems(model: StreamedModel, recipe: GSQModule) -> list[str]:
@@ -91,10 +92,18 @@ def measure_coverage(model: StreamedModel, recipe: GSQModule) -> Coverage:
             for path, linear in unit.linears.items():
                 coverage.quantized.append(unit.full_name(path))
                 coverage.quantized_parameters += linear.weight.numel()
+    exported = set(coverage.quantized)
+    layers: tuple[type[nn.Module], ...] = (nn.Linear,)
+    for part in outer_parts(model, recipe):
+        coverage.quantized.append(part.module)
+        coverage.quantized_parameters += part.shape[0] * part.shape[1]
+        exported.update(part.modules)
+        if part.kind == "embedding":
+            layers = (nn.Linear, nn.Embedding)  # the export names them by their class
     chosen = {f"{name}.weight" for name in coverage.quantized}
     modules = dict(model.model.named_modules())
     coverage.float_linears = [
-        name for name, module in modules.items() if isinstance(module, nn.Linear) and name not in coverage.quantized
+        name for name, module in modules.items() if isinstance(module, layers) and name not in exported
     ]
     renamed = causal_lm_names(model.model)
     coverage.float_linears += [renamed[name] for name in coverage.float_linears if name in renamed]

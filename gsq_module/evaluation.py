@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gsq_module import ranks
 from gsq_module.data.samples import even_share, range_slice
+from gsq_module.export.loading import load_whole
 from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.streaming.activations import ActivationStore, Location, batches, choose_location, free_device_bytes
 from gsq_module.streaming.model import StreamedModel
@@ -88,7 +89,7 @@ def streamed_perplexity(
             store = ActivationStore((*tokens.shape, model.hidden_size), model.dtype, location, model.device, file)
             cleanup.callback(store.close)
             stores[name] = store
-            model.embed(tokens, store, batch_size)
+            model.embed(tokens, store, batch_size, quantized)
             for rows in batches(len(tokens), batch_size):
                 shape = (rows.stop - rows.start, tokens.shape[1])
                 if shape not in calls:
@@ -102,7 +103,7 @@ def streamed_perplexity(
                         writer.write(store.data, rows, calls[hidden.shape[0], hidden.shape[1]][index](block, hidden))
             model.release_block(index)
         result = {}
-        with model.head() as head:
+        with model.head(quantized) as head:
             for name, tokens in texts.items():
                 metric = Perplexity(model.device, of_all_ranks=True)
                 for rows, (hidden,) in staging.read([stores[name].data], batches(len(tokens), 1)):
@@ -126,7 +127,7 @@ def place_weights(model: StreamedModel, index: int, quantized: Mapping[str, Quan
 def whole_model_perplexity(
     directory: Path, texts: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Perplexity of each text as a user of plain transformers gets it: `from_pretrained`, then the model's forward.
+    """Perplexity of each text as a user of transformers gets it: `load_whole`, then the model's forward.
 
     One process does it alone.
 
@@ -134,9 +135,7 @@ def whole_model_perplexity(
         directory: Checkpoint folder, exported or original.
         texts: int64 `[num_samples, seq_len]` by name.
     """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map={"": device}).eval()
+    model = load_whole(directory, dtype, device)
     result = {}
     for name, tokens in texts.items():
         metric = Perplexity(device)

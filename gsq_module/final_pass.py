@@ -78,6 +78,7 @@ def train_scales(
     samples: Samples,
     model: StreamedModel,
     weights: Mapping[str, QuantizedWeight],
+    outer: Mapping[str, QuantizedWeight],
 ) -> tuple[TunedScales, dict[str, QuantizedWeight]]:
     """Train the scales on the calibration rows.
 
@@ -87,7 +88,8 @@ def train_scales(
         data: Its loaders are used.
         samples: Rows of this rank.
         model: The original; nothing of it is loaded.
-        weights: Codes and scales by module path.
+        weights: Codes and scales of the blocks' linears by module path.
+        outer: The same of embedding and head, where they are quantized; these stay as they are.
 
     Returns:
         What came of it, and the weights with the better scales, in host memory.
@@ -101,7 +103,7 @@ def train_scales(
         for part, total in zip(samples.fitted, samples.totals, strict=True)
     )
     data.bind(train, validation)
-    with model.whole() as original, quantized_whole(other, weights) as scaled:
+    with model.whole() as original, quantized_whole(other, weights, outer) as scaled:
 
         def teacher(tokens: Tensor) -> Tensor:
             return original(input_ids=tokens, use_cache=False).logits

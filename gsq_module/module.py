@@ -66,6 +66,11 @@ class GSQModule(LightningModule):
         group_size: Input columns that share one scale. Must divide the input width of every quantized layer.
         units: What is quantized in each block, in this order: `attention` (every linear of the token mixer), `mlp`.
         ignore: Glob patterns of linears that stay in float. The defaults are tiny gates and routers.
+        embedding_bits: Also quantize the embedding, to 4 or 8 bits by rounding; null keeps it in float. In a tied
+            model, whose head is the embedding, that quantizes both, and the export holds them one by one.
+        head_bits: Also quantize the head, to 4 or 8 bits by GPTQ on its own inputs (`initializer: rtn`: by rounding).
+        outer_group_size: Input columns that share one scale in embedding and head; null for 128, 64 or 32, the largest
+            of them that divides the hidden size.
         num_blocks: Quantize only the first N blocks (a trial); null for all.
         initializer: Where refinement starts: `gptq`, or `rtn` (round-to-nearest).
         signed_scales: Let scales be negative on lopsided grids. Free in every format, and it helps most at 2 bits.
@@ -98,6 +103,9 @@ class GSQModule(LightningModule):
         group_size: PositiveInt = 128,
         units: list[Literal["attention", "mlp"]] = ["attention", "mlp"],  # noqa: B006 - jsonargparse shows it in --help
         ignore: list[str] = ["*.in_proj_a", "*.in_proj_b", "*.gate", "*router*", "*.shared_expert_gate"],  # noqa: B006
+        embedding_bits: Literal[4, 8] | None = None,
+        head_bits: Literal[4, 8] | None = None,
+        outer_group_size: PositiveInt | None = None,
         num_blocks: PositiveInt | None = None,
         initializer: Literal["gptq", "rtn"] = "gptq",
         signed_scales: bool = True,
@@ -125,6 +133,9 @@ class GSQModule(LightningModule):
         self.group_size = group_size
         self.units = units
         self.ignore = ignore
+        self.embedding_bits = embedding_bits
+        self.head_bits = head_bits
+        self.outer_group_size = outer_group_size
         self.num_blocks = num_blocks
         self.initializer = initializer
         self.signed_scales = signed_scales

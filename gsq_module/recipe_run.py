@@ -29,6 +29,7 @@ from gsq_module.final_pass import TunedScales, load_outcome, save_tuned, train_s
 from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.stages import StageClock, StageListener
 from gsq_module.module import GSQModule
+from gsq_module.outer import OuterQuantizer
 from gsq_module.pipeline import BlockLoop
 from gsq_module.refinement import UnitRefiner
 from gsq_module.run_directory import RunDirectory, UnitResult, UnitShards
@@ -204,8 +205,9 @@ class Run:
             samples = self._samples(self.data.train)
             with self.clock.stage("final_pass"):
                 outcome, weights = train_scales(
-                    self.trainer, self.recipe.final_pass, self.data, samples, model, units.weights()
-                )
+                    self.trainer, self.recipe.final_pass, self.data, samples, model, units.weights(),
+                    self.outer(model, units).weights({}),
+                )  # fmt: skip
             ranks.from_first(partial(save_tuned, outcome, weights, units, tuned))
         return outcome
 
@@ -267,9 +269,14 @@ class Run:
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=self.trainer.global_step)
 
+    def outer(self, model: StreamedModel, shards: UnitShards) -> OuterQuantizer:
+        """Embedding and head beside a run's units."""
+        return OuterQuantizer(model, self.recipe, shards)
+
     def export(self, model: StreamedModel, coverage: Coverage) -> ExportReport:
-        """Write the finished units as a checkpoint."""
-        weights = self.final_units.weights()
+        """Write the finished units, embedding and head as a checkpoint."""
+        outer = self.outer(model, self.directory.units(self.recipe.grid))
+        weights = outer.weights(self.final_units.weights())
         missing = [name for name in coverage.quantized if name not in weights]
         if missing:
             raise ValueError(
@@ -285,6 +292,7 @@ class Run:
                 self.recipe.group_size,
                 ignore=coverage.float_linears,
                 tied=[f"{model.head_path}.weight"] if model.is_tied else [],
+                outer=list(outer.parts.values()),
             )
 
     def perplexity(self, model: StreamedModel, weights: Mapping[str, Any] | None = None) -> dict[str, float]:

@@ -180,7 +180,7 @@ def _summarize(watch: _Watch, plan: MemoryPlan, recipe: GSQModule, data: Calibra
         if stage.name == "refine":
             per_step = watch.step_seconds.get((stage.block, stage.unit), 0.0)  # 0 where the unit is not refined
             full = max(0.0, seconds - STEPS * per_step) + steps * per_step
-        elif stage.name == "initialize":
+        elif stage.name in ("embedding", "initialize", "head"):
             full = seconds * passes
         elif stage.name == "evaluate":
             share = sum(len(kind.indices) for kind in plan.blocks) / len(plan.blocks)

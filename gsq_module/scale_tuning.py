@@ -67,16 +67,25 @@ class ScaledLinear(nn.Module):
 
 
 @contextmanager
-def quantized_whole(model: StreamedModel, weights: Mapping[str, QuantizedWeight]) -> Iterator[dict[str, ScaledLinear]]:
+def quantized_whole(
+    model: StreamedModel, weights: Mapping[str, QuantizedWeight], outer: Mapping[str, QuantizedWeight]
+) -> Iterator[dict[str, ScaledLinear]]:
     """The model on the device whole, its quantized linears replaced by trainable ones, until the `with` block ends.
 
     Args:
         model: Nothing of it is loaded.
         weights: Codes and scales by module path; the linears that are replaced.
+        outer: Hard weights of embedding and head, where these are quantized.
     """
     replaced: dict[str, nn.Linear] = {}
     with model.whole():
         try:
+            for name, weight in outer.items():
+                # Loaded whole, a tied head has a copy of its own.
+                copies = [name, model.head_path] if name == model.embedding_path and model.is_tied else [name]
+                for copy in copies:
+                    with torch.no_grad():
+                        model.model.get_submodule(copy).weight.copy_(weight.dequantize())
             scaled = {}
             for name in weights:
                 parent, _, leaf = name.rpartition(".")

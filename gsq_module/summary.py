@@ -37,6 +37,7 @@ def build_summary(
     predicted: Mapping[str, int],
     device_peaks: Sequence[int] = (),
     tuned: TunedScales | None = None,
+    outer: Sequence[UnitResult] = (),
 ) -> dict[str, Any]:
     """Collect what a run came to.
 
@@ -51,6 +52,7 @@ def build_summary(
         predicted: The memory plan's peaks by stage, in bytes; empty without a plan.
         device_peaks: Highest allocated bytes of each rank's device; of no interest where there is one.
         tuned: Of the final pass, where there was one.
+        outer: Results of embedding and head, where they are quantized.
     """
     texts = list(next(iter(perplexities.values()), {}))
     return {
@@ -65,6 +67,7 @@ def build_summary(
             "float_parameters": coverage.float_parameters,
         },
         "units": [asdict(unit) for unit in units],
+        "outer": [asdict(part) for part in outer],
         "final_pass": asdict(tuned) | {"kept": tuned.improved} if tuned else None,
         "seconds": {"total": seconds, **clock.seconds},
         "peak_memory": {
@@ -99,13 +102,16 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
             f"{len(units)} units: mean relative error {before:.4f} -> {after:.4f}"
             + (f"; {kept} kept their initial codes" if kept else "")
         )
+    for part in summary["outer"]:
+        solved = f" rounded, {part['refined_error']:.6f} by GPTQ" if part["kept"] == "refined" else ""
+        console.print(f"{part['unit']}: relative error {part['initial_error']:.6f}{solved}")
     if summary["final_pass"]:
         tuned = summary["final_pass"]
         console.print(
             f"final pass: KL divergence from the original {tuned['before']:.4f} -> {tuned['after']:.4f}"
             + ("" if tuned["kept"] else "; the scales stay as they were")
         )
-    notes = {name: note for unit in units for name, note in unit["notes"].items()}
+    notes = {name: note for unit in [*units, *summary["outer"]] for name, note in unit["notes"].items()}
     for name, note in notes.items():
         console.print(f"  {name}: {note}")
     coverage = summary["coverage"]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gsq_module.memory.sizes import BlockShape, Job, UnitShape
+from gsq_module.memory.sizes import PLACED_ROWS, ROW_CHUNK_WEIGHTS, BlockShape, Job, OuterShape, UnitShape
 
 MIB = 2**20
 
@@ -33,6 +33,9 @@ CHUNK_BYTES = 64 * MIB
 """A temporary of a row chunk (relaxation.MAX_TEMPORARY_BYTES)."""
 SETUP_CHUNKS, EAGER_CHUNKS = 4, 7
 """How many of them there are at once while logits are set up, and in an eager optimizer step."""
+ROW_CHUNK_BYTES = 16
+"""What a weight of a row chunk of embedding or head takes at once: in float32 itself, its error and that weighed, and
+codes; or, while it is rounded, in its own dtype and three times in float32."""
 HEAD_TOKENS = 512
 """Positions whose logits are computed at once (evaluation.HEAD_TOKENS)."""
 LOGIT_TOKENS = 512
@@ -122,16 +125,27 @@ class MemoryPlan:
         codes = 2 * max(unit.weights for kind in self.blocks for unit in kind.units)
         stores = self._stored("memory")
         pinned = 5 * self._hidden(max(self.job.forward_batch, self.job.microbatch) * self.job.seq_len)
-        return block + codes + stores + pinned + max(self.job.vocabulary_bytes, self.job.head_bytes)
+        # codes, packed ones, and the file of them
+        outer = max((part.weights + 2 * part.packed_bytes for part in self.job.outer), default=0)
+        return block + codes + stores + pinned + max(self.job.vocabulary_bytes, self.job.head_bytes) + outer
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Weights of the exported checkpoint."""
+        outer = sum(part.copies * part.packed_bytes for part in self.job.outer)
+        return self._packed_blocks + outer + self.job.float_bytes
+
+    @property
+    def _packed_blocks(self) -> int:
+        weights = sum(unit.weights * len(kind.indices) for kind in self.blocks for unit in kind.units)
+        return weights * self.job.storage_bits // 8 + weights // self.job.group_size * 2
 
     @property
     def disk_bytes(self) -> int:
         """Disk of the run directory: refined and initial unit shards, export, all ranks' hidden states as files."""
-        weights = sum(unit.weights * len(kind.indices) for kind in self.blocks for unit in kind.units)
-        scales = weights // self.job.group_size * 2
-        shards = weights * self.job.storage_bits // 8 + scales
-        sets = 3 if self.job.measure_initial else 2
-        return sets * shards + self.job.float_bytes + self.job.world_size * self._stored("disk")
+        shards = self._packed_blocks + sum(part.packed_bytes for part in self.job.outer)
+        sets = 2 if self.job.measure_initial else 1
+        return sets * shards + self.checkpoint_bytes + self.job.world_size * self._stored("disk")
 
     def remedies(self, stage: str) -> list[tuple[str, int]]:
         """Changes of the recipe that lower a stage's peak, and the bytes each saves, in order of gain."""
@@ -197,12 +211,20 @@ class MemoryPlan:
         job = self.job
         forward_tokens = job.forward_batch * job.seq_len
         hidden = self._hidden(forward_tokens)
+        # in int8, as dequantized, and as one factor of that
+        placed = {"dequantized rows": PLACED_ROWS * job.hidden_size * (1 + 2 * job.itemsize)} if job.outer else {}
+        for part in job.outer:
+            if part.kind == "embedding" or not job.gptq:
+                yield StagePlan(part.kind, None, None, self._row_chunk(part))
         yield StagePlan(
             "embed", None, None,
-            {"embedding": job.vocabulary_bytes, "hidden states": 3 * hidden, "stores": self._on_device()},
+            placed | {"embedding": job.vocabulary_bytes, "hidden states": 3 * hidden, "stores": self._on_device()},
         )  # fmt: skip
         for kind in self.blocks:
             yield from self._block_stages(kind, hidden, forward_tokens)
+        for part in job.outer:
+            if part.kind == "head" and job.gptq:
+                yield StagePlan("head", None, None, self._head(part, hidden))
         if job.final_pass:
             yield StagePlan("final_pass", None, None, self._final_pass())
         largest = max(self.blocks, key=lambda kind: kind.nbytes + kind.forward)
@@ -212,7 +234,8 @@ class MemoryPlan:
             {"block": largest.nbytes, "working set": int(largest.forward * min(1.0, evaluation)), "hidden": 4 * hidden},
             # in float32: logits and the metric's probabilities
             {"head": job.head_bytes, "logits": 2 * FLOAT32 * tokens * job.vocabulary, "cuBLAS": CUBLAS_BYTES},
-            {"embedding": job.vocabulary_bytes, "hidden states": 3 * hidden},
+            placed | {"head": job.head_bytes, "cuBLAS": CUBLAS_BYTES},
+            placed | {"embedding": job.vocabulary_bytes, "hidden states": 3 * hidden},
         ]
         stored = {"stores": self.evaluation_store_bytes if job.evaluation_store == "device" else 0}
         yield StagePlan("evaluate", None, None, stored | self._highest(pieces))
@@ -289,6 +312,33 @@ class MemoryPlan:
             + 4 * FLOAT32 * min(tokens, LOGIT_TOKENS) * job.vocabulary,
             "cuBLAS": CUBLAS_BYTES,
         }
+
+    def _row_chunk(self, part: OuterShape) -> Terms:
+        """Rows of embedding or head under way on this rank, and the codes of all ranks."""
+        ranks = self.job.world_size
+        chunk = min(ROW_CHUNK_WEIGHTS, -(-part.rows // ranks) * part.columns)
+        return {"rows": ROW_CHUNK_BYTES * chunk, "gathered codes": (ranks + 1) * chunk if ranks > 1 else 0}
+
+    def _head(self, part: OuterShape, hidden: int) -> Terms:
+        """The highest moment of GPTQ on the head, and of the way there."""
+        square = FLOAT32 * part.columns**2
+        stored = {"stores": self._on_device(), "cuBLAS": CUBLAS_BYTES}
+        pieces = [
+            {"hidden states": 5 * hidden, "Hessians": square},
+            {"Hessians": square, "factorization": 2 * square},
+            {"Hessians": square, "factor": square} | self._row_chunk(part),
+        ]
+        if self.job.float_blocks:
+            pieces += [
+                {
+                    "block": kind.nbytes,
+                    "calls": kind.calls,
+                    "working set": kind.forward,
+                    "batches under way": 3 * hidden,
+                }
+                for kind in self.blocks
+            ]
+        return stored | self._highest(pieces)
 
     def _solve(self, unit: UnitShape) -> Terms:
         """The highest moment of a unit's initial codes, one linear after the other; finished codes go to the host."""

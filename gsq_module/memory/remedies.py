@@ -109,7 +109,7 @@ def _of_stage(place: Place) -> list[str]:
     return [smaller, store, others]
 
 
-_WITHOUT_BATCHES = ("initialize", "export")
+_WITHOUT_BATCHES = ("embedding", "initialize", "export")
 """Stages that hold no batch."""
-_FORWARD = ("embed", "original", "capture", "propagate", "evaluate")
+_FORWARD = ("embed", "original", "capture", "propagate", "head", "evaluate")
 """Stages whose batches are those outside refinement."""

@@ -80,20 +80,50 @@ def gptq(
     """
     if not bool(torch.isfinite(weight).all()):
         raise ValueError(f"{hessian.name}: the checkpoint's weight is not finite")
+    factor, note = factorize(hessian, damping, keep)
+    if factor is None:
+        return GPTQResult(round_to_nearest(weight, grid, group_size, scale_dtype, signed, fused), "rtn", note)
+    return GPTQResult(solve(weight, factor, grid, group_size, scale_dtype, signed, fused), "gptq", note)
+
+
+def factorize(hessian: Hessian, damping: float, keep: bool = True) -> tuple[Tensor | None, str]:
+    """The factor of a Hessian's inverse, and what is unusual about it; `keep` as in `gptq`.
+
+    Returns:
+        The factor `[in_features, in_features]` with a remark, empty in the ordinary case; or None with the reason why
+        there is none.
+    """
     hessian.check()
     if hessian.num_tokens == 0:
-        return _rounded(
-            weight, grid, group_size, scale_dtype, signed, fused, hessian.name, "no calibration token reached it"
-        )
-    dead = int((hessian.matrix.diagonal() == 0).sum())
-    factor, used_damping = inverse_factor(hessian, damping, keep)
-    if factor is None:
-        return _rounded(
-            weight, grid, group_size, scale_dtype, signed, fused, hessian.name, "its Hessian is not invertible"
-        )
-    note = _note(hessian.num_tokens, weight.shape[1], dead, used_damping if used_damping != damping else None)
+        factor, note = None, "no calibration token reached it"
+    else:
+        in_features, dead = len(hessian.matrix), int((hessian.matrix.diagonal() == 0).sum())
+        factor, used_damping = inverse_factor(hessian, damping, keep)
+        note = "its Hessian is not invertible"
+        if factor is not None:
+            note = _note(hessian.num_tokens, in_features, dead, used_damping if used_damping != damping else None)
     if note:
-        log.warning("%s: %s", hessian.name, note)
+        log.warning("%s: %s%s", hessian.name, "" if factor is not None else "rounded to nearest, ", note)
+    return factor, note
+
+
+@torch.no_grad()
+def solve(
+    weight: Tensor,
+    factor: Tensor,
+    grid: Grid,
+    group_size: int,
+    scale_dtype: torch.dtype,
+    signed: bool = True,
+    fused: bool = True,
+) -> QuantizedWeight:
+    """GPTQ proper, of any rows of a layer.
+
+    Args:
+        weight: `[rows, in_features]`, any floating dtype; not modified.
+        factor: `[in_features, in_features]`, of `factorize`.
+        grid: Target grid; the others as in `gptq`.
+    """
     work = weight.to(torch.float32, copy=True)
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], weight.shape[1] // group_size, dtype=scale_dtype, device=weight.device)
@@ -106,7 +136,7 @@ def gptq(
                 work[:, left:right], codes[:, left:right], scales[:, group], factor[left:right, left:right], grid, fused
             )
             work[:, right:].addmm_(errors, factor[left:right, right:], alpha=-1.0)
-    return GPTQResult(QuantizedWeight(codes, scales), "gptq", note)
+    return QuantizedWeight(codes, scales)
 
 
 def round_block(work: Tensor, codes: Tensor, scale: Tensor, factor: Tensor, grid: Grid, fused: bool = True) -> Tensor:
@@ -189,17 +219,3 @@ def _note(tokens: int, in_features: int, dead: int, raised_damping: float | None
     if raised_damping is not None:
         remarks.append(f"damping raised to {raised_damping:g}")
     return ", ".join(remarks)
-
-
-def _rounded(
-    weight: Tensor,
-    grid: Grid,
-    group_size: int,
-    scale_dtype: torch.dtype,
-    signed: bool,
-    fused: bool,
-    name: str,
-    reason: str,
-) -> GPTQResult:
-    log.warning("%s: rounded to nearest, %s", name, reason)
-    return GPTQResult(round_to_nearest(weight, grid, group_size, scale_dtype, signed, fused), "rtn", reason)

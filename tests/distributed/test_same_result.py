@@ -84,3 +84,16 @@ def test_rounding_moves_few_codes_at_the_default_rate(dtype, equal, near, launch
         assert equal_codes(run, single) >= equal
         for name, value in summary_of(run.run_dir)["perplexity"].items():
             assert value == pytest.approx(expected["perplexity"][name], rel=near)
+
+
+def test_two_processes_share_the_rows_of_embedding_and_head(launch, tmp_path):
+    """97 rows: they do not divide."""
+    options = ("--model.embedding_bits=8", "--model.head_bits=4", "--model.refinement.epochs=0", "--reload_max_gib=0")
+    one = launch(tmp_path / "one", *options)
+    two = launch(tmp_path / "two", *options, "--trainer.devices=2")
+    assert one.status == two.status == 0, one.output + two.output
+    assert contents(two.run_dir / "export") == contents(one.run_dir / "export")
+    for part, other in zip(summary_of(two.run_dir)["outer"], summary_of(one.run_dir)["outer"], strict=True):
+        assert part["refined_error"] == pytest.approx(other["refined_error"], rel=1e-6)
+        assert part["kept"] == other["kept"]
+    assert files_of(two) == files_of(one)

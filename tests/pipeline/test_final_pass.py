@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from toy_runs import BARE, contents, run, summary_of
+from toy_runs import BARE, contents, run, summary_of, toy_checkpoint, write_recipe
 
 from gsq_module.quantization.grid import GRIDS, QuantizedWeight
 from gsq_module.run_directory import RunDirectory
@@ -61,6 +61,19 @@ def test_scales_that_got_worse_are_not_kept(llama, tmp_path):
     directory = RunDirectory(tmp_path)
     before, after = (weights_of(shards(GRIDS[2])) for shards in (directory.units, directory.tuned_units))
     assert all(torch.equal(weight.scales, after[name].scales) for name, weight in before.items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_head_are_quantized_in_it_and_stay_as_they_are(tied, tmp_path):
+    recipe = write_recipe(tmp_path, toy_checkpoint(tmp_path / "checkpoint", tie_word_embeddings=tied))
+    options = ["--model.embedding_bits=4"] + ([] if tied else ["--model.head_bits=4"])
+    run(recipe, tmp_path / "run", EPOCHS, "--model.final_pass.lr=1e-9", "--model.measure_initial=false", *options)
+    found = summary_of(tmp_path / "run")
+    # With such a step the scales stay, and both measurements are of the model that is exported.
+    assert found["final_pass"]["after"] == pytest.approx(found["final_pass"]["before"], rel=1e-3)
+    assert found["perplexity"]["reloaded"] == pytest.approx(found["perplexity"]["quantized"], rel=1e-4)
+    run(recipe, tmp_path / "float", EPOCHS, "--model.final_pass.lr=1e-9", *BARE)
+    assert summary_of(tmp_path / "float")["final_pass"]["before"] < 0.999 * found["final_pass"]["before"]
 
 
 def test_a_scaled_linear_is_the_dequantized_one_and_has_its_gradients():
