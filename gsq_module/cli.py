@@ -28,6 +28,7 @@ from gsq_module.memory.oom import exit_code_of
 from gsq_module.module import GSQModule
 from gsq_module.nccl import NCCL
 from gsq_module.run_directory import RunDirectory
+from gsq_module.strategies import register_strategies
 from gsq_module.subcommands import USAGE, RecipeParser, RecipeTrainer
 
 USER_ERROR = 2
@@ -326,7 +327,7 @@ def main(args: Any = None) -> GSQCLI | None:
     quiet = ("pytorch.utilities.rank_zero", "pytorch.accelerators.cuda", "fabric.utilities.seed")
     for name in (f"lightning.{module}" for module in quiet):
         logging.getLogger(name).setLevel(logging.WARNING)
-    ranks.register_strategies()
+    register_strategies()
     try:
         with ranks.leaving(_exit_status):
             return GSQCLI(args)

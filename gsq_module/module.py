@@ -10,16 +10,14 @@ import torch
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from gsq_module import ranks
 from gsq_module.quantization.grid import GRIDS, Grid, QuantizedWeight
-from gsq_module.quantization.optimizer import RelaxedLion, local_rows
+from gsq_module.quantization.optimizer import RelaxedLion
 from gsq_module.quantization.schedule import AnnealingSchedule
 from gsq_module.quantization.training_ops import squared_error
 from gsq_module.settings import FinalPass, Refinement
-from gsq_module.sharding import RowShards
 from gsq_module.streaming.activations import Location
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -153,7 +151,7 @@ class GSQModule(LightningModule):
         self.student: nn.Module | None = None
         self.step_offset = 0
         self.refined: dict[str, QuantizedWeight] = {}
-        self.shards: RowShards | None = None
+        self.rows_are_split = False
         self._problem: UnitProblem | None = None
 
     @property
@@ -202,10 +200,19 @@ class GSQModule(LightningModule):
         self._problem = None
         self.student = None
 
-    def split(self, mesh: DeviceMesh) -> None:
-        """Split the unit's weights by rows over the ranks of a mesh, until training ends."""
-        self.shards = RowShards(self.problem.student, self.problem.weights, mesh)
-        self.problem.weights = self.shards.weights
+    def split_rows(self) -> None:
+        """From now to the end of the fit this rank has the state behind its own rows of each weight only."""
+        self.rows_are_split = True
+
+    @torch.no_grad()
+    def gather_rows(self) -> None:
+        """Let all ranks have all rows of the weights again, where each has changed its own."""
+        if self.rows_are_split:
+            for weight in self.problem.weights.values():
+                ranks.gather_rows_(weight.data)
+
+    def _own_rows(self, weight: Tensor) -> slice:
+        return ranks.row_share(len(weight)) if self.rows_are_split else slice(0, len(weight))
 
     @override
     def configure_optimizers(self) -> Any:
@@ -225,7 +232,9 @@ class GSQModule(LightningModule):
         )
         for name, weight in self.problem.weights.items():
             start = self.problem.initial[name].to(weight.device)
-            optimizer.relax(weight, start, name, settings.init_std, settings.init_strength)
+            own = self._own_rows(weight)
+            optimizer.relax(weight, start, name, settings.init_std, settings.init_strength, own)
+        self.gather_rows()
         schedule = AnnealingSchedule(
             optimizer,
             self.problem.total_steps,
@@ -262,7 +271,8 @@ class GSQModule(LightningModule):
         optimizer = self._relaxed_lion()
         for name, weight in self.problem.weights.items():
             hard = optimizer.harden(weight, self.problem.initial[name].scales.dtype)
-            local_rows(weight)[0].copy_(hard.dequantize())
+            weight[self._own_rows(weight)] = hard.dequantize()
+        self.gather_rows()
 
     @override
     def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
@@ -270,11 +280,10 @@ class GSQModule(LightningModule):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        if self.shards is not None:
-            self.shards.scatter()
         optimizer = self._relaxed_lion()
         for weight in self.problem.weights.values():
             optimizer.redraw(weight)
+        self.gather_rows()
 
     @override
     def on_train_end(self) -> None:
@@ -283,9 +292,7 @@ class GSQModule(LightningModule):
             weight.grad = None
         self.refined = {name: self.hard_weight(name).to("cpu") for name in self.problem.weights}
         self._relaxed_lion().state.clear()
-        if self.shards is not None:
-            self.problem.weights, self.shards = self.shards.join(), None
-        self.student = None
+        self.student, self.rows_are_split = None, False
 
     def _relaxed_lion(self) -> RelaxedLion:
         optimizer = self.optimizers(use_pl_optimizer=False)
@@ -296,7 +303,7 @@ class GSQModule(LightningModule):
         """The most likely codes now, with scales in the export's dtype, on the device; whole, on all ranks."""
         weight = self.problem.weights[name]
         hard = self._relaxed_lion().harden(weight, self.problem.initial[name].scales.dtype)
-        if self.shards is None:
+        if not self.rows_are_split:
             return hard
         rows = weight.shape[0]
         return QuantizedWeight(ranks.gather_rows(hard.codes, rows), ranks.gather_rows(hard.scales, rows))

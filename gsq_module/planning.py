@@ -205,18 +205,17 @@ def _measure_unit(unit: Unit, student: Branch, inputs: Tensor, job: Job, capture
         hessians=hessians,
         nbytes=job.itemsize * _numel([unit.module]),
         capture=capture,
-        training=_training(unit, student, inputs, in_place=True),
-        training_by_autograd=_training(unit, student, inputs, in_place=False),
+        training=_training(unit, student, inputs),
         validation=validation.peak,
     )
 
 
-def _training(unit: Unit, student: Branch, inputs: Tensor, in_place: bool) -> int:
+def _training(unit: Unit, student: Branch, inputs: Tensor) -> int:
     """Working set of a microbatch whose gradients join those of an earlier one."""
     weights = [linear.weight for linear in unit.linears.values()]
     for weight in weights:
         weight.requires_grad_(True)
-    with WorkingSet() as training, accumulating_in_place(student.modules() if in_place else ()):
+    with WorkingSet() as training, accumulating_in_place(student.modules()):
         squared_error(student(inputs), inputs).backward()
         training.reset()
         squared_error(student(inputs), inputs).backward()

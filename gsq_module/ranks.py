@@ -17,11 +17,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
-
-from gsq_module.sharding import ShardedStrategy
 
 T = TypeVar("T")
 
@@ -31,28 +28,6 @@ EXIT_SECONDS = 10
 """What a failed process may take to end by itself; a communicator whose peers are gone may wait for them for long."""
 LAUNCHER = "GSQ_LAUNCHER_PID"
 """Environment variable by which a process that rank 0 has started knows it."""
-
-
-def register_strategies() -> None:
-    """Let `trainer.strategy: ddp` mean what suits relaxed weights; add `sharded`."""
-    StrategyRegistry.register(
-        "ddp",
-        DDPStrategy,
-        description="DDP for relaxed weights: their gradients are reduced, in buckets that are the gradients",
-        override=True,
-        timeout=TIMEOUT,
-        # No static_graph: PyTorch's fails where the first microbatch of a fit is accumulated without a reduction.
-        gradient_as_bucket_view=True,
-        # All ranks read the same checkpoint: comparing weights at every unit would take 250 MiB for nothing.
-        init_sync=False,
-    )
-    StrategyRegistry.register(
-        "sharded",
-        ShardedStrategy,
-        description="FSDP2 for relaxed weights: they, their gradients and what is behind them are split by rows",
-        override=True,
-        timeout=TIMEOUT,
-    )
 
 
 # --- begin and end --------------------------------------------------------------------------------------------------
@@ -177,6 +152,36 @@ def first_alone() -> Iterator[None]:
     yield
     if rank() == 0:
         barrier()
+
+
+def average_(tensor: Tensor) -> None:
+    """Replace a tensor by its mean over all ranks."""
+    if dist.get_backend() == "nccl":
+        dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    else:
+        dist.all_reduce(tensor.div_(world_size()))
+
+
+def average_rows_(tensor: Tensor) -> None:
+    """Replace this rank's rows (`row_share`) by their mean over all ranks; the other rows are undefined then."""
+    if _scatters(tensor):
+        dist.reduce_scatter_tensor(tensor[row_share(len(tensor))], tensor, dist.ReduceOp.AVG)
+    else:
+        average_(tensor)
+
+
+def gather_rows_(tensor: Tensor) -> None:
+    """Fill in the rows that are the other ranks'."""
+    own = tensor[row_share(len(tensor))]
+    if _scatters(tensor):
+        dist.all_gather_into_tensor(tensor, own)
+    else:
+        tensor.copy_(gather_rows(own, len(tensor)))
+
+
+def _scatters(tensor: Tensor) -> bool:
+    """Whether parts of a tensor can be sent in place: NCCL can, where all ranks have as many rows."""
+    return dist.get_backend() == "nccl" and len(tensor) % world_size() == 0 and tensor.is_contiguous()
 
 
 def row_share(rows: int) -> slice:

@@ -22,6 +22,7 @@ from gsq_module.memory.oom import Evidence, Kind, classify
 from gsq_module.module import GSQModule, UnitProblem
 from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.quantization.training_ops import accumulating_in_place
+from gsq_module.strategies import RelaxedDDPStrategy
 from gsq_module.streaming.activations import UnitSamples
 
 log = logging.getLogger(__name__)
@@ -108,8 +109,9 @@ class UnitRefiner:
         initial_error = module.hard_error(problem.initial, data.val_dataloader(), device)
         if problem.total_steps == 0:
             return Outcome(problem.initial, initial_error, None, 0.0, 0, time.perf_counter() - began, note)
-        alone = isinstance(self.trainer.strategy, SingleDeviceStrategy)
-        with accumulating_in_place(problem.student.modules() if alone else ()):
+        # Lightning's own DDP, which a recipe may name by its class, reduces by hooks on the gradients.
+        in_place = isinstance(self.trainer.strategy, (SingleDeviceStrategy, RelaxedDDPStrategy))
+        with accumulating_in_place(problem.student.modules() if in_place else ()):
             fit_steps(self.trainer, module, data, problem.total_steps)
         refined = module.refined
         refined_error = module.hard_error(refined, data.val_dataloader(), device)

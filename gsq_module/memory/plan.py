@@ -23,9 +23,9 @@ LIBRARY_BYTES = 420 * MIB
 an H200 by benchmarks/memory.py (device memory in use less what the allocator holds); smaller GPUs take less."""
 CUBLAS_BYTES = 64 * MIB
 """Workspaces that cuBLAS and cuBLASLt keep in torch's allocator, once a matrix product has run."""
-NCCL_BYTES = 640 * MIB
-"""NCCL's buffers of one rank as it sets itself up, none of the recipe's `nccl` keys set (field-notes.md: 0.5-0.7 GiB on
-PCIe cards, 0.4 over NVLink). benchmarks/nccl_memory.py measures it, and what the keys save."""
+NCCL_BYTES = 840 * MIB
+"""NCCL's buffers of one rank as it sets itself up, none of the recipe's `nccl` keys set: measured between two H200s by
+benchmarks/nccl_memory.py; on PCIe cards 0.5-0.7 GiB (field-notes.md)."""
 FRAGMENT_FRACTION = {True: 0.03, False: 0.14}
 """What the caching allocator reserves beyond what it hands out, of the peak, with expandable segments and without: on
 an H200 0.02 in a refinement, and 0.14 at the wall (docs/memory.md)."""
@@ -195,7 +195,6 @@ class MemoryPlan:
                         unit,
                         capture=int(unit.capture * forward),
                         training=int(unit.training * training),
-                        training_by_autograd=int(unit.training_by_autograd * training),
                         validation=int(unit.validation * training),
                     )
                     for unit in kind.units
@@ -274,14 +273,11 @@ class MemoryPlan:
                 "scales": scales // share,
             }
             gradient = {"gradient": job.itemsize * unit.weights}
-            if job.strategy == "sharded":
-                gradient["sharded weight and gradient"] = 2 * job.itemsize * unit.weights // share
             frozen = {} if job.cached or job.original_stream else {"original unit": unit.nbytes}
             batch = {"microbatches": copies * microbatch}
-            working = unit.training if job.world_size == 1 else unit.training_by_autograd
             chunk = min(CHUNK_BYTES, FLOAT32 * job.candidates * unit.largest)
             pieces = [
-                state | gradient | batch | {"working set": working},
+                state | gradient | batch | {"working set": unit.training},
                 # the first sample is drawn, or hard weights are made
                 state | {"codes": unit.largest, "row chunks": SETUP_CHUNKS * chunk},
                 {"hard weights": unit.largest * (1 + 2 * job.itemsize), "working set": unit.validation} | batch,

@@ -50,9 +50,8 @@ class UnitShape:
         hessians: in_features of each Hessian: linears with the same input share one.
         nbytes: Weights and buffers of the whole unit in the compute dtype.
         capture: Working set of a pass of `forward_batch` sequences through the block as far as the unit's end.
-        training: Working set of a later microbatch's forward and backward pass on a single device, where gradients are
-            accumulated in place; gradients of weights not counted.
-        training_by_autograd: The same where autograd accumulates them, as on several devices.
+        training: Working set of a later microbatch's forward and backward pass; gradients of weights, which are
+            accumulated in place, not counted.
         validation: Working set of a microbatch's forward pass without gradients.
     """
 
@@ -62,7 +61,6 @@ class UnitShape:
     nbytes: int
     capture: int
     training: int
-    training_by_autograd: int
     validation: int
 
     @property

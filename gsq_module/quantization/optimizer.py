@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from gsq_module.quantization.grid import Grid, QuantizedWeight
 from gsq_module.quantization.noise import noise_key, random_bits, round_to_bfloat16
@@ -31,31 +30,12 @@ except ImportError:  # Triton comes with PyTorch's CUDA builds; without it there
     kernels = None  # type: ignore[assignment]
 
 
-@torch.no_grad()
-def local_rows(param: Tensor) -> tuple[Tensor, int]:
-    """The rows of a weight that this process holds, with their gradient, and the number of the first of them.
-
-    Args:
-        param: A plain weight, or a DTensor that is split along its rows (FSDP2): the first ranks hold as many each, the
-            last ones what is left, which may be none.
-    """
-    if not isinstance(param, DTensor):
-        return param, 0
-    assert param.placements == (Shard(0),), param.placements
-    local = param.to_local().detach()
-    if param.grad is not None:
-        assert isinstance(param.grad, DTensor)
-        local.grad = param.grad.to_local()
-    size = -(-param.shape[0] // param.device_mesh.size())
-    return local, min(param.device_mesh.get_local_rank() * size, param.shape[0])
-
-
 class RelaxedLion(torch.optim.Optimizer):
     """Lion (arXiv 2302.06675) over the logits and scales behind relaxed weights.
 
     Args:
         params: Weights `[out_features, in_features]` of linear layers. Each must be given its codes by `relax` before
-            the first step. Of one that is split by rows (DTensor) each rank holds the state of its own rows.
+            the first step.
         grid: The grid all of them are quantized to.
         lr: Step of a logit. Total logit travel is about lr x steps; neighbouring candidates start 0.03 apart.
         scale_lr: Step of a scale, in units of the weight.
@@ -103,7 +83,13 @@ class RelaxedLion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def relax(
-        self, param: Tensor, start: QuantizedWeight, name: str, init_std: float = 0.01, init_strength: float = 6.0
+        self,
+        param: Tensor,
+        start: QuantizedWeight,
+        name: str,
+        init_std: float = 0.01,
+        init_strength: float = 6.0,
+        rows: slice | None = None,
     ) -> None:
         """Set up the state behind one weight from its initial codes and scales, and draw the first sample into it.
 
@@ -113,21 +99,23 @@ class RelaxedLion(torch.optim.Optimizer):
             name: Name of the weight, unique in the model: part of the noise's key.
             init_std: Standard deviation of the initial logits' noise.
             init_strength: Preference for the initial code, in units of `init_std`.
+            rows: Consecutive rows, maybe none, that this process has the state of; all of them if None. It reads and
+                writes these rows of weight and gradient only.
         """
         assert param.shape == start.codes.shape, (name, tuple(param.shape), tuple(start.codes.shape))
         state = self.state[param]
-        local, first_row = local_rows(param)
-        rows, cols = local.shape
-        start = QuantizedWeight(*(part[first_row : first_row + rows] for part in (start.codes, start.scales)))
+        first_row, end, _ = (rows or slice(None)).indices(len(param))
+        start = QuantizedWeight(start.codes[first_row:end], start.scales[first_row:end])
+        num_rows, cols = start.codes.shape
         k = self.grid.num_candidates
         if self.grid.is_windowed:
             first = self.grid.first_candidate(start.codes)
         else:
             # One number serves all weights; kept as a broadcast view, it takes no memory.
-            first = start.codes.new_full((1, 1), self.grid.low).expand(rows, cols)
-        logits = torch.empty(k, rows, cols, dtype=self.logit_dtype, device=param.device)
+            first = start.codes.new_full((1, 1), self.grid.low).expand(num_rows, cols)
+        logits = torch.empty(k, num_rows, cols, dtype=self.logit_dtype, device=param.device)
         key = noise_key(self.seed, name, "init")
-        for chunk in row_chunks(rows, cols, k, param.device):
+        for chunk in row_chunks(num_rows, cols, k, param.device):
             logits[:, chunk] = initial_logits(
                 start.codes[chunk],
                 first[chunk],
@@ -139,6 +127,7 @@ class RelaxedLion(torch.optim.Optimizer):
             )
         master = torch.float64 if self.logit_dtype == torch.float64 else torch.float32
         state["name"] = name
+        state["first_row"] = first_row
         state["step"] = 0
         state["logits"] = logits
         state["momentum"] = torch.zeros_like(logits)
@@ -181,21 +170,30 @@ class RelaxedLion(torch.optim.Optimizer):
                 state = self.state[param]
                 state["step"] += 1
                 draw = self._next_draw(state, group)
-                local, first_row = local_rows(param)
+                local = self._local_rows(param)
                 if not len(local):
                     continue
                 if self._is_fused(param):
-                    kernels.update_and_sample(local, state, self.grid, draw, group, first_row * local.shape[1])
+                    kernels.update_and_sample(local, state, self.grid, draw, group, state["first_row"] * local.shape[1])
                     state["draw"] = tuple(draw)  # torch.load reads no other classes by default
                 else:
-                    self._update(local, first_row, state, group, draw)
+                    self._update(local, state["first_row"], state, group, draw)
                     state["draw"] = tuple(draw)
                     self.redraw(param)
         return loss
 
+    def _local_rows(self, param: Tensor) -> Tensor:
+        """The rows that this process has the state of, with their gradient."""
+        state = self.state[param]
+        rows = slice(state["first_row"], state["first_row"] + state["logits"].shape[1])
+        local = param.detach()[rows]
+        if param.grad is not None:
+            local.grad = param.grad[rows]
+        return local
+
     def _is_fused(self, param: Tensor) -> bool:
         usable = self.fused and kernels is not None
-        return usable and kernels.usable(local_rows(param)[0], self.state[param]["logits"])
+        return usable and kernels.usable(param, self.state[param]["logits"])
 
     def _next_draw(self, state: dict[str, Any], group: dict[str, Any]) -> Draw:
         key = noise_key(self.seed, state["name"], state["step"], "gumbel")
@@ -236,7 +234,7 @@ class RelaxedLion(torch.optim.Optimizer):
     def redraw(self, param: Tensor) -> None:
         """Write the current sample into the parameter again, exactly (after hard weights stood there)."""
         state = self.state[param]
-        local, first_row = local_rows(param)
+        local, first_row = self._local_rows(param), state["first_row"]
         k, rows, cols = state["logits"].shape
         if rows and self._is_fused(param):
             draw, start = Draw(*state["draw"]), first_row * cols

@@ -36,8 +36,7 @@ def accumulating_in_place(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let linear layers add a microbatch's weight gradient to the accumulated one inside the matrix product.
 
     Autograd makes each microbatch a gradient of its own and adds it then: one more buffer of the largest weight's size,
-    and 6 bytes a weight of memory traffic. Only for a single device: hooks on a weight's gradient, which data-parallel
-    strategies rely on, do not run.
+    and 6 bytes a weight of memory traffic. Hooks on a weight's gradient, which PyTorch's DDP relies on, do not run.
 
     Args:
         modules: Of these, the plain linear layers whose weights are trained; classes with a forward of their own are

@@ -6,10 +6,10 @@ that is not pinned waits for the device. So batches are gathered in a few pinned
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 READ_BUFFERS = 2
-"""One is filled while the other is copied to the device. Each holds a batch."""
+"""One is filled, by a thread of its own, while the other is copied to the device. Each holds a batch."""
 WRITE_BUFFERS = 3
 """For a pass that writes two tensors a batch: both of this batch, and one of the last, on its way into its store."""
 
@@ -99,9 +99,9 @@ class Staging:
     def read(self, sources: Sequence[Tensor], batches: Iterable[Rows]) -> Iterator[tuple[Rows, tuple[Tensor, ...]]]:
         """Batches on the device, in the dtypes of the sources.
 
-        With staging the next batch is gathered and copied while the caller's work on this one runs: two batches are on
-        the device beside what the caller keeps. Rows of a batch may be overwritten while the pass goes on, but only
-        after that batch was yielded.
+        With staging the next batch is copied to the device and the one behind it gathered, by a thread, while the
+        caller's work on this one runs: two batches are on the device beside what the caller keeps. Rows of a batch may
+        be overwritten while the pass goes on, but only after that batch was yielded.
 
         Args:
             sources: Tensors in one place, whose first dimension is the samples.
@@ -128,31 +128,32 @@ class Staging:
             for slot in slots:
                 slot.wait()
 
+        def gather(number: int) -> list[Tensor]:
+            slot = slots[number % len(slots)]
+            slot.wait()
+            parts = [buffer[: _count(batches[number], len(sources[0]))] for buffer in slot.buffers]
+            for source, part in zip(sources, parts, strict=True):
+                _gather(source, batches[number], out=part)
+            return parts
+
         ahead: tuple[Rows, tuple[Tensor, ...], Any] | None = None
         # A batch that nobody asks for may be dropped only when the copy into it has ended.
-        with _at_end(settle):
-            for rows, slot in zip(batches, itertools.cycle(slots), strict=False):
-                fetched = rows, self._fetch(sources, rows, slot, stream), slot.event
+        with _at_end(settle), ThreadPoolExecutor(1, "gather") as thread:
+            gathering = thread.submit(gather, 0) if batches else None
+            for number, rows in enumerate(batches):
+                assert gathering is not None
+                parts = gathering.result()
+                # All of them before the first copy: should memory run out here, none is under way.
+                tensors = tuple(torch.empty(part.shape, dtype=part.dtype, device=self.device) for part in parts)
+                event = slots[number % len(slots)].event = stream.copy(zip(tensors, parts, strict=True))
+                gathering = thread.submit(gather, number + 1) if number + 1 < len(batches) else None
                 if ahead is not None:
                     stream.join(ahead[2])
                     yield ahead[:2]
-                ahead = fetched
+                ahead = rows, tensors, event
             if ahead is not None:
                 stream.join(ahead[2])
                 yield ahead[:2]
-
-    def _fetch(
-        self, sources: Sequence[Tensor], rows: slice | list[int], slot: _ReadSlot, stream: SideStream
-    ) -> tuple[Tensor, ...]:
-        """Start to copy a batch to the device, through the buffers of a slot."""
-        slot.wait()
-        parts = [buffer[: _count(rows, len(sources[0]))] for buffer in slot.buffers]
-        for source, part in zip(sources, parts, strict=True):
-            _gather(source, rows, out=part)
-        # All of them before the first copy: should memory run out here, none is under way.
-        tensors = tuple(torch.empty(part.shape, dtype=part.dtype, device=self.device) for part in parts)
-        slot.event = stream.copy(zip(tensors, parts, strict=True))
-        return tensors
 
     @contextmanager
     def writer(self) -> Iterator[Writer]:

@@ -1,4 +1,4 @@
-"""Linears split by rows compute what whole ones do, with one gather and one reduce-scatter an optimizer step."""
+"""State split by rows comes to what whole state does, with one reduction and one gather an optimizer step."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gsq_module import ranks
 from gsq_module.quantization.grid import GRIDS
-from gsq_module.quantization.optimizer import RelaxedLion, local_rows
+from gsq_module.quantization.optimizer import RelaxedLion
 from gsq_module.quantization.scales import round_to_nearest
-from gsq_module.sharding import RowShards
 
 GRID = GRIDS[3]
 MICROBATCHES, STEPS = 4, 3
+EMPTY = (slice(6, 7), slice(2, 2))
 
 
 class Sent(TorchDispatchMode):
@@ -63,7 +63,8 @@ def optimizer_of(weights: dict[str, nn.Parameter], starts: dict[str, torch.Tenso
     return optimizer
 
 
-def whole_run() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def whole_run() -> tuple[dict[str, torch.Tensor], dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Samples, and codes and scales, of one process."""
     student, weights, data = made()
     optimizer = optimizer_of(weights, {name: weight.detach().clone() for name, weight in weights.items()})
     for step in data:
@@ -71,48 +72,47 @@ def whole_run() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
     hard = {name: optimizer.harden(weight, torch.float32) for name, weight in weights.items()}
-    return {name: (weight.codes, weight.scales) for name, weight in hard.items()}
+    samples = {name: weight.detach() for name, weight in weights.items()}
+    return samples, {name: (weight.codes, weight.scales) for name, weight in hard.items()}
 
 
 def split_run(rank: int, world_size: int, group: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{group}", rank=rank, world_size=world_size)
     student, weights, data = made()
-    originals = [student.first, student.parts[0]]
-    starts = {name: weight.detach().clone() for name, weight in weights.items()}
-    shards = RowShards(student, weights, init_device_mesh("cpu", (world_size,)))
-    assert all(weight.numel() == 0 for weight in weights.values()), "no rank holds whole weights between steps"
-    assert student.first.bias is originals[0].bias
-    optimizer = optimizer_of(shards.weights, starts)
-    held = {name: local_rows(weight)[0].shape[0] for name, weight in shards.weights.items()}
-    assert held == {"first": (3, 3, 1)[rank], "parts.0": (1, 1, 0)[rank]}
-    for name, weight in shards.weights.items():
-        assert optimizer.state[weight]["logits"].shape == (GRID.num_candidates, held[name], 8)
+    optimizer = RelaxedLion(weights.values(), GRID, lr=0.05, logit_dtype=torch.float64)
+    own = {name: ranks.row_share(len(weight)) for name, weight in weights.items()}
+    assert (own["first"], own["parts.0"]) == ((slice(0, 3), slice(0, 1)), (slice(3, 6), slice(1, 2)), EMPTY)[rank]
+    for name, weight in weights.items():
+        start = round_to_nearest(weight.detach().clone(), GRID, 8, torch.float32)
+        optimizer.relax(weight, start, name, rows=own[name])
+        held = own[name].stop - own[name].start
+        assert optimizer.state[weight]["logits"].shape == (GRID.num_candidates, held, 8)
+        ranks.gather_rows_(weight.data)
     share = slice(rank * 2, rank * 2 + 2)
     for step in data:
+        for microbatch in step:
+            (student(microbatch[share]).square().mean() / MICROBATCHES).backward()
         with Sent() as sent:
-            with shards.accumulating():
-                for microbatch in step[:-1]:
-                    (student(microbatch[share]).square().mean() / MICROBATCHES).backward()
-            (student(step[-1][share]).square().mean() / MICROBATCHES).backward()
-        assert sorted(sent.counts.values()) == [2, 2], ("one gather and one reduce-scatter a weight", sent.counts)
-        optimizer.step()
+            for weight in weights.values():
+                ranks.average_rows_(weight.grad)
+            optimizer.step()
+            for weight in weights.values():
+                ranks.gather_rows_(weight.data)
+        assert sorted(sent.counts.values()) == [2, 2], ("one reduction and one gather a weight", sent.counts)
         optimizer.zero_grad()
-    for name, (codes, scales) in whole_run().items():
-        hard = optimizer.harden(shards.weights[name], torch.float32)
-        first = local_rows(shards.weights[name])[1]
-        assert torch.equal(hard.codes, codes[first : first + held[name]])
-        assert torch.equal(hard.scales, scales[first : first + held[name]])
-    joined = shards.join()
-    assert [student.first, student.parts[0]] == originals
-    assert joined["first"] is student.first.weight
-    assert joined["first"].shape == (7, 8)
+    samples, hard = whole_run()
+    for name, (codes, scales) in hard.items():
+        found = optimizer.harden(weights[name], torch.float32)
+        assert torch.equal(found.codes, codes[own[name]])
+        assert torch.equal(found.scales, scales[own[name]])
+        assert torch.equal(weights[name], samples[name])
     dist.barrier()
     dist.destroy_process_group()
 
 
 def test_three_ranks_with_ragged_rows():
     before = [(weight.detach() * 0).to(torch.int8) for weight in made()[1].values()]
-    assert not torch.equal(whole_run()["first"][0], before[0])
+    assert not torch.equal(whole_run()[1]["first"][0], before[0])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(split_run, (3, str(Path(folder) / "group")), nprocs=3)

@@ -31,7 +31,6 @@ def unit(microbatch=1, forward_batch=4, **changes):
         "nbytes": 2 * WEIGHTS,
         "capture": CAPTURE * forward_batch // 4,
         "training": TRAINING * microbatch,
-        "training_by_autograd": (TRAINING + 178 * MIB) * microbatch,
         "validation": VALIDATION * microbatch,
     }
     return UnitShape(**(fields | changes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from threading import Lock
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ class LateStream:
         self.buffers: list[Tensor] = []
         self.queue: list[tuple[Tensor, Tensor]] = []
         self.done = 0
+        self.lock = Lock()  # the thread that gathers waits for copies too
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         self.buffers.append(torch.empty(shape, dtype=dtype))
@@ -50,9 +52,10 @@ class LateStream:
             self.run_until(event.number)
 
     def run_until(self, number: int) -> None:
-        for destination, source in self.queue[self.done : number]:
-            destination.copy_(source)
-        self.done = max(self.done, number)
+        with self.lock:
+            for destination, source in self.queue[self.done : number]:
+                destination.copy_(source)
+            self.done = max(self.done, number)
 
 
 class LateStaging(Staging):
