@@ -216,7 +216,12 @@ class GSQCLI(LightningCLI):
                     commands.export(run)
 
     def evaluate(
-        self, model: GSQModule, datamodule: CalibrationData, checkpoint: str | None, whole_model: bool
+        self,
+        model: GSQModule,
+        datamodule: CalibrationData,
+        checkpoint: str | None,
+        whole_model: bool,
+        compare: bool,
     ) -> None:
         """Measure a checkpoint."""
         with user_errors():
@@ -224,7 +229,7 @@ class GSQCLI(LightningCLI):
             if not whole_model:
                 ranks.start(self.trainer, model)
             with run.report.watching():
-                self.perplexity = commands.evaluate(run, checkpoint, whole_model)
+                self.measured = commands.evaluate(run, checkpoint, whole_model, compare)
         ranks.finish()
 
     def plan(self, model: GSQModule, datamodule: CalibrationData, memory: str | None, json: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from gsq_module.coverage import measure_coverage
 from gsq_module.evaluation import whole_model_perplexity
 from gsq_module.export.reader import open_checkpoint
 from gsq_module.export.writer import ExportReport
+from gsq_module.measures import Measured
 from gsq_module.memory.statistics import format_bytes
 from gsq_module.recipe_run import Run
 from gsq_module.streaming import source
 from gsq_module.streaming.model import StreamedModel
-from gsq_module.summary import build_summary, print_summary
+from gsq_module.summary import build_summary, flat_figures, print_summary
 
 
 def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
@@ -34,17 +36,19 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     recipe, directory = run.recipe, run.directory
     coverage = measure_coverage(model, recipe)
     run.say("original: perplexity")
-    perplexities = {"original": run.perplexity(model)}
-    if recipe.measure_initial and recipe.refinement.epochs:
-        run.say(f"initial: {recipe.initializer} alone, and its perplexity")
-        initial = run.quantize_initially(model)
-        perplexities["initial"] = run.perplexity(model, initial.weights())
-    run.say("quantized: refinement")
-    results = run.quantize(model)
-    run.say("quantized: export and perplexity")
-    shards = directory.units(recipe.grid)
-    report = ranks.from_first(lambda: run.export(model, coverage))
-    perplexities["quantized"] = run.perplexity(model, shards.weights())
+    original, measured = run.original(model)
+    with closing(original):
+        figures = {"original": measured}
+        if recipe.measure_initial and recipe.refinement.epochs:
+            run.say(f"initial: {recipe.initializer} alone, and its perplexity")
+            initial = run.quantize_initially(model)
+            figures["initial"] = run.measure(model, initial.weights(), original)
+        run.say("quantized: refinement")
+        results = run.quantize(model)
+        run.say("quantized: export and perplexity")
+        shards = directory.units(recipe.grid)
+        report = ranks.from_first(lambda: run.export(model, coverage))
+        figures["quantized"] = run.measure(model, shards.weights(), original)
     peaks = ranks.gather(max(run.clock.peak_memory.values(), default=0))
     # One process does what remains. Loading an export, compressed-tensors would want the help of all connected ones.
     ranks.finish()
@@ -52,16 +56,15 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
         return {}
     dense_bytes = sum(parameter.numel() for parameter in model.model.parameters()) * (torch.finfo(run.dtype).bits // 8)
     if dense_bytes <= run.reload_max_gib * 2**30:
-        perplexities["reloaded"] = run.reloaded_perplexity()
+        figures["reloaded"] = run.measure_reloaded()
     seconds = time.perf_counter() - began
     predicted = run.plan.by_stage() if run.plan is not None else {}
     summary = build_summary(
-        perplexities, coverage, results, report, run.clock, seconds, str(directory.export), predicted, peaks
+        figures, coverage, results, report, run.clock, seconds, str(directory.export), predicted, peaks
     )
     path = directory.write_summary(summary)
     for logger in run.trainer.loggers:
-        flat = {f"perplexity/{text}/{name}": v for name, values in perplexities.items() for text, v in values.items()}
-        logger.log_metrics(flat, step=run.trainer.global_step)
+        logger.log_metrics(flat_figures(figures), step=run.trainer.global_step)
         logger.finalize("success")
     print_summary(summary)
     print(f"summary: {path}")
@@ -76,13 +79,14 @@ def export(run: Run) -> ExportReport:
     return report
 
 
-def evaluate(run: Run, checkpoint: str | None, whole_model: bool) -> dict[str, float]:
-    """Perplexity of one checkpoint on the recipe's evaluation texts.
+def evaluate(run: Run, checkpoint: str | None, whole_model: bool, compare: bool) -> dict[str, Measured]:
+    """Figures of one checkpoint on the recipe's evaluation texts.
 
     Args:
         run: Checked by `check_recipe`.
         checkpoint: Folder; `original` for the recipe's own model; None for the run's export.
         whole_model: Through plain transformers instead of block by block.
+        compare: Also with the recipe's own model, where it is another one and both go block by block.
     """
     folder = run.directory.export if checkpoint is None else Path(checkpoint)
     if checkpoint is None and not folder.is_dir():
@@ -90,17 +94,42 @@ def evaluate(run: Run, checkpoint: str | None, whole_model: bool) -> dict[str, f
             f"run_dir={str(run.directory.path)!r}: there is no export at {folder} yet. Run fit first, "
             "or name another checkpoint: --checkpoint FOLDER, or --checkpoint original"
         )
-    if checkpoint == "original":
+    compare = compare and checkpoint != "original" and not whole_model
+    if compare or checkpoint == "original":
         with ranks.first_alone():
-            folder = source.fetch(run.recipe.path, run.recipe.gguf_file, run.directory.source)
+            own = source.fetch(run.recipe.path, run.recipe.gguf_file, run.directory.source)
+        folder = own if checkpoint == "original" else folder
     opened = open_checkpoint(folder)
     with ranks.first_alone():
         run.data.tokenize_evaluation(run.tokenizer(folder))
     if whole_model:
-        result = whole_model_perplexity(folder, run.data.evaluation_tokens, run.device, run.dtype)
+        perplexities = whole_model_perplexity(folder, run.data.evaluation_tokens, run.device, run.dtype)
+        result = {name: Measured(value) for name, value in perplexities.items()}
     else:
-        result = run.perplexity(StreamedModel.from_checkpoint(opened, run.device, run.dtype))
+        model = StreamedModel.from_checkpoint(opened, run.device, run.dtype)
+        with ExitStack() as cleanup:
+            original = None
+            if compare:
+                own_model = StreamedModel.from_checkpoint(open_checkpoint(own), run.device, run.dtype)
+                _check_vocabulary(model, own_model)
+                original, _ = run.original(own_model)
+                cleanup.callback(original.close)
+            result = run.measure(model, original=original)
     if ranks.is_first():
-        for name, value in result.items():
-            print(f"{folder} {name}: perplexity {value:.3f}")
+        for name, figures in result.items():
+            print(f"{folder} {name}: perplexity {figures.perplexity:.3f}")
+            if figures.kl_divergence is not None:
+                print(
+                    f"{folder} {name}: KL divergence to the original {figures.kl_divergence:.4f} nats a token, "
+                    f"the same top token at {figures.top1_agreement:.2%} of the positions"
+                )
     return result
+
+
+def _check_vocabulary(model: StreamedModel, original: StreamedModel) -> None:
+    sizes = [one.embedding.num_embeddings for one in (model, original)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"--checkpoint: {model.checkpoint.directory} knows {sizes[0]} tokens, the recipe's model {sizes[1]}: "
+            "their predictions cannot be compared. Next: the same command with --compare false"
+        )

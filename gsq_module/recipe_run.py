@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from gsq_module import ranks
 from gsq_module.coverage import Coverage, check_geometry
 from gsq_module.data.module import CalibrationData
 from gsq_module.data.samples import Samples
-from gsq_module.evaluation import streamed_perplexity, whole_model_perplexity
+from gsq_module.evaluation import HiddenStates, hidden_states, measure, whole_model_perplexity
 from gsq_module.export.folder import check_destination
 from gsq_module.export.reader import open_checkpoint
 from gsq_module.export.writer import ExportReport, export_checkpoint
+from gsq_module.measures import Measured
 from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.stages import StageClock, StageListener
 from gsq_module.module import GSQModule
@@ -257,19 +259,44 @@ class Run:
                 tied=[f"{model.head_path}.weight"] if model.is_tied else [],
             )
 
-    def perplexity(self, model: StreamedModel, weights: Mapping[str, Any] | None = None) -> dict[str, float]:
+    def original(self, model: StreamedModel) -> tuple[HiddenStates, dict[str, Measured]]:
+        """The original's figures, and its hidden states, for others to be compared with; the caller closes them."""
         with self.clock.stage("evaluate"):
-            return streamed_perplexity(
-                model,
-                self.data.evaluation_tokens,
-                self.data.sequences_at_once(self.data.evaluation_seq_len),
-                self._scratch,
-                weights,
-                self.data.pin_memory,
-                location=self.recipe.store,
-            )
+            states = self._hidden_states(model, self._scratch / "original")
+            measured = measure(states)
+            states.leave_device()
+            return states, measured
 
-    def reloaded_perplexity(self) -> dict[str, float]:
-        """Of the export, loaded whole by plain transformers."""
+    def measure(
+        self, model: StreamedModel, weights: Mapping[str, Any] | None = None, original: HiddenStates | None = None
+    ) -> dict[str, Measured]:
+        """Figures by text.
+
+        Args:
+            model: The model.
+            weights: Hard weights that stand in for its own.
+            original: What it is compared with.
+        """
+        with self.clock.stage("evaluate"), closing(self._hidden_states(model, self._scratch, weights)) as states:
+            return measure(states, original)
+
+    def _hidden_states(
+        self, model: StreamedModel, scratch: Path, weights: Mapping[str, Any] | None = None
+    ) -> HiddenStates:
+        return hidden_states(
+            model,
+            self.data.evaluation_tokens,
+            self.data.sequences_at_once(self.data.evaluation_seq_len),
+            scratch,
+            weights,
+            self.data.pin_memory,
+            location=self.recipe.store,
+        )
+
+    def measure_reloaded(self) -> dict[str, Measured]:
+        """Figures of the export, loaded whole by plain transformers."""
         with self.clock.stage("reload"):
-            return whole_model_perplexity(self.directory.export, self.data.evaluation_tokens, self.device, self.dtype)
+            perplexities = whole_model_perplexity(
+                self.directory.export, self.data.evaluation_tokens, self.device, self.dtype
+            )
+        return {text: Measured(value) for text, value in perplexities.items()}

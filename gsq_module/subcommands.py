@@ -35,12 +35,15 @@ class RecipeTrainer(Trainer):
         datamodule: CalibrationData,
         checkpoint: str | None = None,
         whole_model: bool = False,
+        compare: bool = True,
     ) -> None:
-        """Measure the perplexity of a checkpoint, original or exported.
+        """Measure a checkpoint, original or exported: perplexity, KL divergence to the original, top-token agreement.
 
         Args:
             checkpoint: Folder of the checkpoint; `original` for the recipe's own model; null for the run's export.
-            whole_model: Load it whole with plain transformers instead of block by block.
+            whole_model: Load it whole with plain transformers instead of block by block: its perplexity alone.
+            compare: Also pass the texts through the recipe's own model, for KL divergence and agreement of the top
+                token. Takes as long again; without it the recipe's model need not be there.
         """
         raise NotImplementedError("GSQCLI.evaluate does this")
 

@@ -32,7 +32,7 @@ CHUNK_BYTES = 64 * MIB
 """A temporary of a row chunk (relaxation.MAX_TEMPORARY_BYTES)."""
 SETUP_CHUNKS, EAGER_CHUNKS = 4, 7
 """How many of them there are at once while logits are set up, and in an eager optimizer step."""
-HEAD_TOKENS = 512
+HEAD_TOKENS = 256
 """Positions whose logits are computed at once (evaluation.HEAD_TOKENS)."""
 FLOAT32 = 4
 ANOTHER = "(another result, so another run_dir)"
@@ -117,7 +117,7 @@ class MemoryPlan:
         """Peak host memory of this rank beside Python, torch and CUDA: stores, the largest block as read, codes."""
         block = max(kind.nbytes for kind in self.blocks)
         codes = 2 * max(unit.weights for kind in self.blocks for unit in kind.units)
-        stores = self._stored("memory")
+        stores = self._stored("memory") + self._kept("memory")
         pinned = 5 * self._hidden(max(self.job.forward_batch, self.job.microbatch) * self.job.seq_len)
         return block + codes + stores + pinned + max(self.job.vocabulary_bytes, self.job.head_bytes)
 
@@ -128,7 +128,7 @@ class MemoryPlan:
         scales = weights // self.job.group_size * 2
         shards = weights * self.job.storage_bits // 8 + scales
         sets = 3 if self.job.measure_initial else 2
-        return sets * shards + self.job.float_bytes + self._stored("disk")
+        return sets * shards + self.job.float_bytes + self._stored("disk") + self._kept("disk")
 
     def remedies(self, stage: str) -> list[tuple[str, int]]:
         """Changes of the recipe that lower a stage's peak, and the bytes each saves, in order of gain."""
@@ -201,8 +201,8 @@ class MemoryPlan:
         tokens = min(HEAD_TOKENS, job.evaluation_seq_len)
         pieces = [
             {"block": largest.nbytes, "working set": int(largest.forward * min(1.0, evaluation)), "hidden": 4 * hidden},
-            # in float32: logits and the metric's probabilities
-            {"head": job.head_bytes, "logits": 2 * FLOAT32 * tokens * job.vocabulary, "cuBLAS": CUBLAS_BYTES},
+            # in float32: log-probabilities of both models, and the divergence's three temporaries
+            {"head": job.head_bytes, "logits": 5 * FLOAT32 * tokens * job.vocabulary, "cuBLAS": CUBLAS_BYTES},
             {"embedding": job.vocabulary_bytes, "hidden states": 3 * hidden},
         ]
         stored = {"stores": self.evaluation_store_bytes if job.evaluation_store == "device" else 0}
@@ -301,6 +301,11 @@ class MemoryPlan:
             self.store_bytes if job.store == place else 0,
             self.evaluation_store_bytes if job.evaluation_store == place else 0,
         )
+
+    def _kept(self, place: str) -> int:
+        """The original's hidden states, kept through the run for others to be compared with; never on the device."""
+        kept_in = "memory" if self.job.evaluation_store == "device" else self.job.evaluation_store
+        return self.evaluation_store_bytes if kept_in == place else 0
 
     def _on_device(self) -> int:
         return self.store_bytes if self.job.store == "device" else 0
