@@ -28,6 +28,7 @@ from gsq_module.memory.oom import exit_code_of
 from gsq_module.module import GSQModule
 from gsq_module.run_directory import RunDirectory
 from gsq_module.subcommands import USAGE, RecipeParser, RecipeTrainer
+from gsq_module.tasks import check_tasks
 
 USER_ERROR = 2
 """Exit status of what a user can mend, as jsonargparse's own."""
@@ -222,15 +223,19 @@ class GSQCLI(LightningCLI):
         checkpoint: str | None,
         whole_model: bool,
         compare: bool,
+        tasks: str | None,
     ) -> None:
         """Measure a checkpoint."""
         with user_errors():
+            names = check_tasks(tasks) if tasks is not None else []
             run = self._run(model, datamodule)
             if not whole_model:
                 ranks.start(self.trainer, model)
             with run.report.watching():
                 self.measured = commands.evaluate(run, checkpoint, whole_model, compare)
         ranks.finish()
+        if names and ranks.is_first():
+            self.task_results = commands.evaluate_tasks(run, checkpoint, names)
 
     def plan(self, model: GSQModule, datamodule: CalibrationData, memory: str | None, json: str | None) -> None:
         """Predict."""

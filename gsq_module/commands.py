@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gsq_module import ranks
+from gsq_module import ranks, tasks
 from gsq_module.coverage import measure_coverage
 from gsq_module.evaluation import whole_model_perplexity
 from gsq_module.export.reader import open_checkpoint
@@ -124,6 +124,17 @@ def evaluate(run: Run, checkpoint: str | None, whole_model: bool, compare: bool)
                     f"the same top token at {figures.top1_agreement:.2%} of the positions"
                 )
     return result
+
+
+def evaluate_tasks(run: Run, checkpoint: str | None, names: list[str]) -> dict[str, dict[str, float]]:
+    """Tasks of lm-evaluation-harness on what `evaluate` has measured; one process does it."""
+    folder = run.directory.export if checkpoint is None else Path(checkpoint)
+    if checkpoint == "original":
+        folder = source.fetch(run.recipe.path, run.recipe.gguf_file, run.directory.source)
+    results = tasks.evaluate_tasks(folder, names, run.device, run.dtype)
+    for task, figures in results.items():
+        print(f"{folder} {task}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
+    return results
 
 
 def _check_vocabulary(model: StreamedModel, original: StreamedModel) -> None:

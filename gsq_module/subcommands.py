@@ -36,6 +36,7 @@ class RecipeTrainer(Trainer):
         checkpoint: str | None = None,
         whole_model: bool = False,
         compare: bool = True,
+        tasks: str | None = None,
     ) -> None:
         """Measure a checkpoint, original or exported: perplexity, KL divergence to the original, top-token agreement.
 
@@ -44,6 +45,8 @@ class RecipeTrainer(Trainer):
             whole_model: Load it whole with plain transformers instead of block by block: its perplexity alone.
             compare: Also pass the texts through the recipe's own model, for KL divergence and agreement of the top
                 token. Takes as long again; without it the recipe's model need not be there.
+            tasks: Also run these tasks of lm-evaluation-harness (the extra `eval`), such as `arc_easy,piqa`. Loads the
+                model whole; most tasks download their data.
         """
         raise NotImplementedError("GSQCLI.evaluate does this")
 

@@ -20,8 +20,8 @@ from gsq_module.run_directory import UnitResult
 
 TABLES = (
     ("perplexity (lower is better)", "perplexity_by_text", ".2f"),
-    ("KL divergence to the original, nats a token (lower is better)", "kl_divergence_by_text", ".4f"),
-    ("same top token as the original (higher is better)", "top1_agreement_by_text", ".1%"),
+    ("KL to the original, nats", "kl_divergence_by_text", ".4f"),
+    ("top token as original", "top1_agreement_by_text", ".1%"),
 )
 """Title, key in the summary and format of each figure by text and model."""
 

@@ -78,9 +78,7 @@ def test_a_model_agrees_with_itself(llama, tmp_path):
     same = run(llama, tmp_path / "run", f"--checkpoint={original.model.path}", command="evaluate")
     assert same.measured["held_out"].kl_divergence == 0
     assert same.measured["held_out"].top1_agreement == 1
-    alone = run(
-        llama, tmp_path / "run", f"--checkpoint={original.model.path}", "--compare=false", command="evaluate"
-    )
+    alone = run(llama, tmp_path / "run", f"--checkpoint={original.model.path}", "--compare=false", command="evaluate")
     assert alone.measured == original.measured
 
 
