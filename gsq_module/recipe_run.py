@@ -28,7 +28,7 @@ from gsq_module.measures import Measured
 from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.stages import StageClock, StageListener
 from gsq_module.module import GSQModule
-from gsq_module.pipeline import BlockLoop
+from gsq_module.pipeline import BlockLoop, Refine
 from gsq_module.refinement import UnitRefiner
 from gsq_module.run_directory import RunDirectory, UnitResult, UnitShards
 from gsq_module.streaming import source
@@ -56,6 +56,7 @@ class Run:
         directory: The run directory.
         reload_max_gib: Exports whose dense weights are at most this large are also loaded whole with transformers.
         plan: The memory plan, once one is followed.
+        refine: What refines each unit in the place of UnitRefiner, if anything: a benchmark's other algorithm.
     """
 
     trainer: Trainer
@@ -64,6 +65,7 @@ class Run:
     directory: RunDirectory
     reload_max_gib: float
     plan: MemoryPlan | None = field(default=None, init=False)
+    refine: Refine | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.device: torch.device = self.trainer.strategy.root_device
@@ -218,7 +220,7 @@ class Run:
         self.clock.num_blocks = loop.num_blocks
         self.progress.begin_run(len(units), finished)
         try:
-            return loop.run(shards, UnitRefiner(self.trainer, self.recipe, self.data))
+            return loop.run(shards, self.refine or UnitRefiner(self.trainer, self.recipe, self.data))
         finally:
             self.progress.end_run()
 
