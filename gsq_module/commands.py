@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.loggers import WandbLogger
 
 from gsq_module import ranks, tasks
 from gsq_module.coverage import measure_coverage
@@ -54,21 +56,46 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     ranks.finish()
     if not ranks.is_first():
         return {}
+    continuations: list[dict[str, str]] = []
     dense_bytes = sum(parameter.numel() for parameter in model.model.parameters()) * (torch.finfo(run.dtype).bits // 8)
     if dense_bytes <= run.reload_max_gib * 2**30:
         figures["reloaded"] = run.measure_reloaded()
+        continuations = run.continuations(model.checkpoint.directory)
     seconds = time.perf_counter() - began
     predicted = run.plan.by_stage() if run.plan is not None else {}
     summary = build_summary(
         figures, coverage, results, report, run.clock, seconds, str(directory.export), predicted, peaks
     )
+    summary["continuations"] = continuations
     path = directory.write_summary(summary)
+    _report(run)
     for logger in run.trainer.loggers:
         logger.log_metrics(flat_figures(figures), step=run.trainer.global_step)
         logger.finalize("success")
     print_summary(summary)
     print(f"summary: {path}")
     return summary
+
+
+def _report(run: Run) -> None:
+    """The report in the run directory, and on W&B. What is written is never lost for want of a picture."""
+    if importlib.util.find_spec("matplotlib") is None:
+        again = f"python -m gsq_module.report {run.directory.path}"
+        print(f"report: not written, matplotlib is not installed. Next: pip install matplotlib, then {again}")
+        return
+    from gsq_module.report.page import draw, write_page
+    from gsq_module.report.record import Record
+
+    for logger in run.trainer.loggers:
+        logger.save()  # the CSV log is read
+    record = Record.of(run.directory.path)
+    drawn = draw(record)
+    print(f"report: {write_page(run.directory.path, record, drawn)}")
+    for logger in run.trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            from gsq_module.report.wandb_log import log_report
+
+            log_report(logger, record, drawn, run.trainer.global_step)
 
 
 def export(run: Run) -> ExportReport:

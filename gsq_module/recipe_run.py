@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from callbacks import AllocatorStats, OOMReport, RunProgress
 from gsq_module import ranks
+from gsq_module.continuations import choose_prompts, continue_greedily
 from gsq_module.coverage import Coverage, check_geometry
 from gsq_module.data.module import CalibrationData
 from gsq_module.data.samples import Samples
@@ -302,3 +303,17 @@ class Run:
                 self.directory.export, self.data.evaluation_tokens, self.device, self.dtype
             )
         return {text: Measured(value) for text, value in perplexities.items()}
+
+    def continuations(self, original: Path) -> list[dict[str, str]]:
+        """What the original (its folder) and the export make of the beginnings of evaluation texts."""
+        names, prompts = zip(*choose_prompts(self.data.evaluation_tokens), strict=True)
+        tokenizer = self.tokenizer(original)
+        rows = torch.stack(prompts)
+        with self.clock.stage("reload"):
+            both = [
+                continue_greedily(folder, rows, tokenizer, self.device, self.dtype)
+                for folder in (original, self.directory.export)
+            ]
+        columns = names, tokenizer.batch_decode(rows), *both
+        keys = ("text", "prompt", "original", "quantized")
+        return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
