@@ -52,4 +52,6 @@ def continue_greedily(
         top_k=None,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
     )
-    return tokenizer.batch_decode(found[:, prompts.shape[1] :].cpu(), skip_special_tokens=True)
+    # Decoded with their prompts: alone, some tokenizers would leave out a space in front.
+    texts, begins = (tokenizer.batch_decode(part.cpu(), skip_special_tokens=True) for part in (found, prompts))
+    return [text.removeprefix(begin) for text, begin in zip(texts, begins, strict=True)]

@@ -314,6 +314,6 @@ class Run:
                 continue_greedily(folder, rows, tokenizer, self.device, self.dtype)
                 for folder in (original, self.directory.export)
             ]
-        columns = names, tokenizer.batch_decode(rows), *both
+        columns = names, tokenizer.batch_decode(rows, skip_special_tokens=True), *both
         keys = ("text", "prompt", "original", "quantized")
         return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]

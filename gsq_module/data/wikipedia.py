@@ -68,7 +68,8 @@ def plain_text(markup: str) -> str:
             _remove(code, link)
     for tag in code.filter_tags(matches=lambda node: node.tag == "table"):
         _remove(code, tag)
-    return re.sub(r"\n{3,}", "\n\n", code.strip_code()).strip()
+    lines = (line.strip() for line in code.strip_code().splitlines())
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
 def _remove(code, node) -> None:

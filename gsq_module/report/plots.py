@@ -135,7 +135,7 @@ def seconds_by_stage(record: Record) -> Figure | None:
     figure, (ax,) = _panels(1, height=0.6 + 0.32 * len(seconds))
     names = sorted(seconds, key=lambda name: seconds[name])
     bars = ax.barh(names, [seconds[name] for name in names], color=AFTER)
-    ax.bar_label(bars, fmt=" {:.0f} s", fontsize=8)
+    ax.bar_label(bars, fmt=" {:.3g} s", fontsize=8)
     ax.margins(x=0.1)
     _label(ax, "", "seconds", "", integers=False)
     return figure
