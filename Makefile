@@ -7,7 +7,13 @@ DEV_STAMP := $(VENV)/.installed-dev
 PYTEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev quickstart test test-all bench lint format clean
+
+# Of quantize-27b and rehearse-27b: the number of GPUs, and more of the command line (a card's file, say:
+# ARGS="--config recipes/cards/24gb.yaml").
+NPROC ?= 1
+QWEN := --config recipes/qwen36_27b.yaml $(ARGS) --trainer.devices $(NPROC)
+
+.PHONY: help setup setup-dev quickstart quantize-27b rehearse-27b test test-all bench lint format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -29,6 +35,14 @@ setup-dev: $(DEV_STAMP) ## the same, and what tests and lint need
 
 quickstart: $(STAMP) ## quantize SmolLM2-135M to 2 bits, export it, reload it, print the perplexities
 	$(BIN)/python recipes/run.py fit --config recipes/smollm2_quickstart.yaml
+
+quantize-27b: $(STAMP) ## quantize Qwen3.6-27B to 2 bits, or go on with it; NPROC=2 for two GPUs
+	$(BIN)/python recipes/run.py doctor --run_dir runs/qwen36_27b
+	$(BIN)/python recipes/run.py plan $(QWEN)
+	$(BIN)/python recipes/run.py fit $(QWEN)
+
+rehearse-27b: $(STAMP) ## before the download: does it fit this machine, how long will it take; NPROC=2 for two GPUs
+	$(BIN)/python recipes/run.py rehearse $(QWEN) --model.path recipes/geometry/qwen3.6-27b-text
 
 # One thread a worker: two workers with two threads each get in each other's way on two cores.
 test: $(DEV_STAMP) ## run the tests (CPU; a GPU's are marked gpu)

@@ -119,7 +119,13 @@ def run(jobs: Sequence[Job], side_by_side: int, deadline: float, rows: Path) -> 
 
 def budget_of(config: Path, overrides: Sequence[str]) -> str:
     """A name for a recipe with overrides, wherever its model lies and whatever it runs on."""
-    shaping = [key for key in overrides if not key.startswith(("--model.path", "--model.gguf_file", "--trainer"))]
+    words: list[list[str]] = []
+    for word in overrides:  # `--key=value`, or `--key value`
+        if word.startswith("--") or not words:
+            words.append([])
+        words[-1].append(word)
+    free = ("--model.path", "--model.gguf_file", "--trainer")
+    shaping = ["=".join(option) for option in words if not option[0].startswith(free)]
     return hashlib.sha256(json.dumps([config.read_text(), shaping]).encode()).hexdigest()[:8]
 
 

@@ -14,7 +14,8 @@ from published import PublishedRefiner
 from gsq_module import cli
 from gsq_module.recipe_run import Run
 
-UNSIGNED = {"model.signed_scales": False, "model.target": "original_unit", "model.measure_initial": False}
+ALONE = {"model.measure_initial": False, "model.final_pass.epochs": 0}
+UNSIGNED = ALONE | {"model.signed_scales": False, "model.target": "original_unit"}
 METHODS: dict[str, dict[str, Any]] = {
     "rtn": UNSIGNED | {"model.initializer": "rtn", "model.refinement.epochs": 0},
     "gptq": UNSIGNED | {"model.refinement.epochs": 0},
@@ -36,11 +37,11 @@ METHODS: dict[str, dict[str, Any]] = {
         for batch in (64, 16)
         for short, dtype in (("bf16", "bfloat16"), ("fp32", "float32"))
     },
-    "gptq-signed": {"model.refinement.epochs": 0, "model.measure_initial": False},
+    "gptq-signed": ALONE | {"model.refinement.epochs": 0},
     "ours": {"model.measure_initial": False},
 }
 """Changes of the recipe by method. `ours` is the recipe as it is, `gptq-signed` where it starts; the others do not
-profit from what it adds."""
+profit from what it adds, the final pass included."""
 
 
 class PublishedCLI(cli.GSQCLI):

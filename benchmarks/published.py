@@ -77,6 +77,8 @@ class PublishedRefiner:
         began = time.perf_counter()
         measure = self.recipe.hard_error
         initial_error = measure(problem.initial, self.data.val_dataloader(), self.device)
+        if problem.total_steps == 0:  # a unit that the recipe does not refine
+            return Outcome(problem.initial, initial_error, None, 0.0, 0, time.perf_counter() - began)
         refined = self._fit(problem)
         refined_error = measure(refined, self.data.val_dataloader(), self.device)
         changed = sum(int((refined[name].codes != start.codes).sum()) for name, start in problem.initial.items())

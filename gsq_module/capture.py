@@ -72,10 +72,10 @@ class BlockPasses:
     target: str
 
     @torch.no_grad()
-    def propagate(self) -> None:
-        """Pass the quantized stream through the quantized block."""
+    def propagate(self, *parts: range) -> None:
+        """Pass the quantized stream through the quantized block: all samples, or these parts of them."""
         with self.staging.writer() as writer:
-            for rows, hidden in self._read("quantized"):
+            for rows, hidden in self._read("quantized", *parts):
                 writer.write(self.stores["quantized"].data, rows, self._call(hidden)(self.block, hidden))
 
     @torch.no_grad()
@@ -193,14 +193,11 @@ class BlockPasses:
         for first in sorted(set(leader.values())):
             if first not in hessians:
                 hessians[first] = self._hessian(unit, first)
-            hessian = hessians[first]
-            ranks.all_reduce_(hessian.matrix)
-            hessian.merge(ranks.gather(hessian.summary()))
+            _reduce(hessians[first])
         return {path: hessians[first] for path, first in leader.items()}
 
     def _hessian(self, unit: Unit, path: str) -> Hessian:
-        dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
-        return Hessian(unit.full_name(path), unit.linears[path].in_features, self.model.device, dtype)
+        return _new_hessian(unit.full_name(path), unit.linears[path].in_features, self.model)
 
     def _batches(self, *parts: range) -> Iterator[slice]:
         return self.samples.batches(*parts, size=self.batch_size)
@@ -271,6 +268,35 @@ class OriginalTargets:
         """Inputs `[batch, seq_len, hidden_size]` -> inputs, targets."""
         (inputs,) = microbatch
         return inputs, self._original(inputs.to(self._dtype))
+
+
+def _new_hessian(name: str, in_features: int, model: StreamedModel) -> Hessian:
+    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+    return Hessian(name, in_features, model.device, dtype)
+
+
+def _reduce(hessian: Hessian) -> None:
+    """Make it that of all ranks."""
+    ranks.all_reduce_(hessian.matrix)
+    hessian.merge(ranks.gather(hessian.summary()))
+
+
+@torch.no_grad()
+def head_hessian(
+    model: StreamedModel, samples: Samples, batch_size: int, store: ActivationStore, staging: Staging
+) -> Hessian:
+    """Hessian of the head's inputs on the GPTQ samples of all ranks.
+
+    Args:
+        store: Hidden states after the last block.
+    """
+    assert model.head_path is not None
+    hessian = _new_hessian(model.head_path, model.hidden_size, model)
+    with model.head_inputs() as inputs:
+        for _, (hidden,) in staging.read([store.data], samples.batches(samples.gptq, size=batch_size)):
+            hessian.add(inputs(hidden.to(model.dtype)))
+    _reduce(hessian)
+    return hessian
 
 
 def record_calls(model: StreamedModel, sizes: set[int], seq_len: int) -> dict[int, list[BlockCall]]:

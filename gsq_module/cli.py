@@ -21,11 +21,12 @@ from typing_extensions import override
 
 import gsq_module
 from callbacks import OOMReport, RunProgress
-from gsq_module import commands, doctor, forecasts, ranks, recipe_run
+from gsq_module import commands, doctor, forecasts, ranks, recipe_run, strategy_choice
 from gsq_module.data.module import CalibrationData
 from gsq_module.memory.allocator import apply_policy
 from gsq_module.memory.oom import exit_code_of
 from gsq_module.module import GSQModule
+from gsq_module.nccl import NCCL
 from gsq_module.run_directory import RunDirectory
 from gsq_module.subcommands import USAGE, RecipeParser, RecipeTrainer
 from gsq_module.tasks import check_tasks
@@ -127,6 +128,7 @@ class GSQCLI(LightningCLI):
             default=True,
             help="Refuse a fit or a rehearsal whose planned memory is more than the GPU has free.",
         )
+        parser.add_class_arguments(NCCL, "nccl")
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -153,6 +155,9 @@ class GSQCLI(LightningCLI):
             # A plan computes nothing on the devices, which need not be here; only their number counts.
             section["accelerator"] = "cpu"
             section["devices"] = _count(section.get("devices"))
+        elif self.subcommand in ("fit", "rehearse") and section.get("strategy") == "auto":
+            section["strategy"] = self._chosen_strategy(section)
+        self._get(self.config_init, "nccl").export()
         problems = [
             f"trainer.{key}={section[key]}: the length of a unit's refinement is model.refinement.epochs; "
             "for a short trial: --model.num_blocks 1"
@@ -177,6 +182,13 @@ class GSQCLI(LightningCLI):
             callbacks.append(OOMReport())  # behind the progress bar, which gives the terminal back first
         section["callbacks"] = callbacks
         return super().instantiate_trainer(**kwargs)
+
+    def _chosen_strategy(self, section: Any) -> str:
+        devices = strategy_choice.cuda_devices(section.get("accelerator"), section.get("devices"))
+        nodes = int(section.get("num_nodes") or 1)
+        if len(devices) * nodes <= 1:
+            return "auto"
+        return forecasts.choose_strategy(self.model, self.datamodule, RunDirectory(self._run_dir), devices, nodes)
 
     def _loggers(self, configured: Logger | list[Logger] | bool | None) -> list[Logger]:
         """CSV always; what the recipe names beside it. Plans and rehearsals are no runs."""
@@ -224,11 +236,15 @@ class GSQCLI(LightningCLI):
         whole_model: bool,
         compare: bool,
         tasks: str | None,
+        check: bool,
     ) -> None:
-        """Measure a checkpoint."""
+        """Measure a checkpoint, or check what can load it."""
         with user_errors():
             names = check_tasks(tasks) if tasks is not None else []
             run = self._run(model, datamodule)
+            if check:
+                self.engines = commands.check(run, checkpoint) if ranks.is_first() else []
+                return
             if not whole_model:
                 ranks.start(self.trainer, model)
             with run.report.watching():
@@ -240,7 +256,8 @@ class GSQCLI(LightningCLI):
     def plan(self, model: GSQModule, datamodule: CalibrationData, memory: str | None, json: str | None) -> None:
         """Predict."""
         with user_errors():
-            self.memory_plan = forecasts.plan(self._run(model, datamodule), memory, json)
+            auto = self._get(self.config, "trainer")["strategy"] == "auto"
+            self.memory_plan = forecasts.plan(self._run(model, datamodule), memory, json, auto)
 
     def rehearse(self, model: GSQModule, datamodule: CalibrationData, json: str | None) -> None:
         """Run one block of each kind."""

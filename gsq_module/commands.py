@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import time
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from lightning.pytorch.loggers import WandbLogger
 from gsq_module import ranks, tasks
 from gsq_module.coverage import measure_coverage
 from gsq_module.evaluation import whole_model_perplexity
+from gsq_module.export.engines import Verdict, as_lines, check_engines
 from gsq_module.export.reader import open_checkpoint
 from gsq_module.export.writer import ExportReport
 from gsq_module.measures import Measured
@@ -22,6 +25,8 @@ from gsq_module.recipe_run import Run
 from gsq_module.streaming import source
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.summary import build_summary, flat_figures, print_summary
+
+logger = logging.getLogger(__name__)
 
 
 def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
@@ -44,13 +49,14 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
         if recipe.measure_initial and recipe.refinement.epochs:
             run.say(f"initial: {recipe.initializer} alone, and its perplexity")
             initial = run.quantize_initially(model)
-            figures["initial"] = run.measure(model, initial.weights(), original)
+            figures["initial"] = run.measure(model, run.outer(model, initial).weights(initial.weights()), original)
         run.say("quantized: refinement")
         results = run.quantize(model)
+        tuned = run.train_scales(model)
         run.say("quantized: export and perplexity")
-        shards = directory.units(recipe.grid)
         report = ranks.from_first(lambda: run.export(model, coverage))
-        figures["quantized"] = run.measure(model, shards.weights(), original)
+        outer = run.outer(model, directory.units(recipe.grid))
+        figures["quantized"] = run.measure(model, outer.weights(run.final_units.weights()), original)
     peaks = ranks.gather(max(run.clock.peak_memory.values(), default=0))
     # One process does what remains. Loading an export, compressed-tensors would want the help of all connected ones.
     ranks.finish()
@@ -64,15 +70,19 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     predicted = run.plan.by_stage() if run.plan is not None else {}
     summary = build_summary(
-        figures, coverage, results, report, run.clock, seconds, str(directory.export), predicted, peaks
-    )
+        figures, coverage, results, report, run.clock, seconds, str(directory.export), predicted, peaks,
+        tuned, outer.results(),
+    )  # fmt: skip
     summary["continuations"] = continuations
+    verdicts = _engines(directory.export)
+    summary["engines"] = [{**asdict(verdict), "loads": verdict.loads} for verdict in verdicts]
     path = directory.write_summary(summary)
     _report(run)
     for logger in run.trainer.loggers:
         logger.log_metrics(flat_figures(figures), step=run.trainer.global_step)
         logger.finalize("success")
     print_summary(summary)
+    print(*as_lines(verdicts), sep="\n")
     print(f"summary: {path}")
     return summary
 
@@ -103,7 +113,47 @@ def export(run: Run) -> ExportReport:
     model = run.open_model()
     report = run.export(model, measure_coverage(model, run.recipe))
     print(f"{run.directory.export}: {len(report.files)} file(s), {format_bytes(report.total_bytes)}")
+    print(*as_lines(_engines(run.directory.export)), sep="\n")
     return report
+
+
+def _engines(folder: Path) -> list[Verdict]:
+    """Verdicts on what has just been exported. Nothing is lost where they cannot be had."""
+    try:
+        return check_engines(folder)
+    except Exception:
+        logger.warning("%s could not be checked", folder, exc_info=True)
+        return []
+
+
+def check(run: Run, checkpoint: str | None) -> list[Verdict]:
+    """Print which engines can load an export, and why not.
+
+    Args:
+        run: Checked by `check_recipe`.
+        checkpoint: Folder; `original` for the recipe's own model, which is no export; None for the run's export.
+    """
+    verdicts = check_engines(_checkpoint_folder(run, checkpoint))
+    print(*as_lines(verdicts), sep="\n")
+    return verdicts
+
+
+def _checkpoint_folder(run: Run, checkpoint: str | None) -> Path:
+    """Folder of a checkpoint as `evaluate` is told it.
+
+    Raises:
+        FileNotFoundError: The run has no export yet.
+    """
+    folder = run.directory.export if checkpoint is None else Path(checkpoint)
+    if checkpoint is None and not folder.is_dir():
+        raise FileNotFoundError(
+            f"run_dir={str(run.directory.path)!r}: there is no export at {folder} yet. Run fit first, "
+            "or name another checkpoint: --checkpoint FOLDER, or --checkpoint original"
+        )
+    if checkpoint == "original":
+        with ranks.first_alone():
+            folder = source.fetch(run.recipe.path, run.recipe.gguf_file, run.directory.source)
+    return folder
 
 
 def evaluate(run: Run, checkpoint: str | None, whole_model: bool, compare: bool) -> dict[str, Measured]:
@@ -115,17 +165,9 @@ def evaluate(run: Run, checkpoint: str | None, whole_model: bool, compare: bool)
         whole_model: Through plain transformers instead of block by block.
         compare: Also with the recipe's own model, where it is another one and both go block by block.
     """
-    folder = run.directory.export if checkpoint is None else Path(checkpoint)
-    if checkpoint is None and not folder.is_dir():
-        raise FileNotFoundError(
-            f"run_dir={str(run.directory.path)!r}: there is no export at {folder} yet. Run fit first, "
-            "or name another checkpoint: --checkpoint FOLDER, or --checkpoint original"
-        )
+    folder = _checkpoint_folder(run, checkpoint)
     compare = compare and checkpoint != "original" and not whole_model
-    if compare or checkpoint == "original":
-        with ranks.first_alone():
-            own = source.fetch(run.recipe.path, run.recipe.gguf_file, run.directory.source)
-        folder = own if checkpoint == "original" else folder
+    own = _checkpoint_folder(run, "original") if compare else folder
     opened = open_checkpoint(folder)
     with ranks.first_alone():
         run.data.tokenize_evaluation(run.tokenizer(folder))

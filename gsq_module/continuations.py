@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from gsq_module.export.loading import load_whole
+
 PROMPT_TOKENS, NEW_TOKENS = 24, 32
 PROMPTS = 4
 
@@ -31,16 +33,14 @@ def choose_prompts(texts: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
 def continue_greedily(
     folder: Path, prompts: Tensor, tokenizer: PreTrainedTokenizerBase, device: torch.device, dtype: torch.dtype
 ) -> list[str]:
-    """What plain transformers makes of the prompts, token by most likely token.
+    """What transformers makes of the prompts, token by most likely token.
 
     Args:
         folder: Checkpoint folder, exported or original; loaded whole.
         prompts: int64 `[num_prompts, prompt_length]`.
         tokenizer: Turns tokens into text.
     """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device}).eval()
+    model = load_whole(folder, dtype, device)
     prompts = prompts.to(device)
     found = model.generate(
         input_ids=prompts,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gsq_module import ranks
 from gsq_module.data.samples import even_share, range_slice
+from gsq_module.export.loading import load_whole
 from gsq_module.measures import Measured, Meter
 from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.streaming.activations import ActivationStore, Location, batches, choose_location, free_device_bytes
@@ -28,12 +29,14 @@ class HiddenStates:
 
     Attributes:
         model: The model, for its head.
+        quantized: Hard weights by module path; that of the head stands in for the checkpoint's.
         texts: int64 `[num_samples, seq_len]` by name: this rank's share of the samples.
         stores: Hidden states `[num_samples, seq_len, hidden_size]` of each text.
         staging: Brings them to the device.
     """
 
     model: StreamedModel
+    quantized: Mapping[str, QuantizedWeight]
     texts: dict[str, Tensor]
     stores: dict[str, ActivationStore]
     staging: Staging
@@ -70,7 +73,7 @@ def hidden_states(
         texts: int64 `[num_samples, seq_len]` by name.
         batch_size: Samples at a time.
         scratch: Folder for hidden states that do not fit the memory.
-        quantized: Hard weights by module path that stand in for the checkpoint's.
+        quantized: Hard weights by module path that stand in for the checkpoint's, embedding and head among them.
         pin_memory: Whether hidden states in host memory go through pinned buffers.
         indices: Blocks to go through; None for all. A rehearsal leaves most of them out.
         location: Where hidden states live.
@@ -95,7 +98,7 @@ def hidden_states(
             store = ActivationStore((*tokens.shape, model.hidden_size), model.dtype, location, model.device, file)
             cleanup.callback(store.close)
             stores[name] = store
-            model.embed(tokens, store, batch_size)
+            model.embed(tokens, store, batch_size, quantized)
             for rows in batches(len(tokens), batch_size):
                 shape = (rows.stop - rows.start, tokens.shape[1])
                 if shape not in calls:
@@ -109,7 +112,7 @@ def hidden_states(
                         writer.write(store.data, rows, calls[hidden.shape[0], hidden.shape[1]][index](block, hidden))
             model.release_block(index)
         cleanup.pop_all()
-    return HiddenStates(model, texts, stores, staging)
+    return HiddenStates(model, quantized, texts, stores, staging)
 
 
 @torch.no_grad()
@@ -139,12 +142,19 @@ def measure(states: HiddenStates, original: HiddenStates | None = None) -> dict[
 @contextmanager
 def _heads(states: HiddenStates, original: HiddenStates | None):
     """The head of each model; the weights of one where both have the same."""
-    with states.model.head() as head:
-        if original is None or original.model is states.model:
+    with states.model.head(states.quantized) as head:
+        if original is None:
             yield head, head
-        else:
-            with original.model.head() as original_head:
-                yield head, original_head
+            return
+        other = original.model
+        if other is states.model:
+            if not other.replaces_head(states.quantized):
+                yield head, head
+                return
+            # Two heads at once need two module trees.
+            other = StreamedModel.from_checkpoint(other.checkpoint, other.device, other.dtype)
+        with other.head(original.quantized) as original_head:
+            yield head, original_head
 
 
 def place_weights(model: StreamedModel, index: int, quantized: Mapping[str, QuantizedWeight]) -> None:
@@ -160,7 +170,7 @@ def place_weights(model: StreamedModel, index: int, quantized: Mapping[str, Quan
 def whole_model_perplexity(
     directory: Path, texts: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Perplexity of each text as a user of plain transformers gets it: `from_pretrained`, then the model's forward.
+    """Perplexity of each text as a user of transformers gets it: `load_whole`, then the model's forward.
 
     One process does it alone.
 
@@ -168,9 +178,7 @@ def whole_model_perplexity(
         directory: Checkpoint folder, exported or original.
         texts: int64 `[num_samples, seq_len]` by name.
     """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map={"": device}).eval()
+    model = load_whole(directory, dtype, device)
     result = {}
     for name, tokens in texts.items():
         meter = Meter(device)

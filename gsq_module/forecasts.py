@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich import get_console
 
-from gsq_module import ranks, rehearsal
+from gsq_module import ranks, rehearsal, strategy_choice
 from gsq_module.atomic import write_atomically
-from gsq_module.coverage import check_geometry
+from gsq_module.coverage import check_geometry, serving_problems
+from gsq_module.data.module import CalibrationData
 from gsq_module.memory.plan import CONTEXT_BYTES, MemoryPlan
 from gsq_module.memory.plan_report import as_dict, parse_bytes, remedies, render, verdict
 from gsq_module.memory.statistics import format_bytes
+from gsq_module.module import GSQModule
 from gsq_module.planning import plan_run, strategy_name
 from gsq_module.recipe_run import Run, raise_collected
 from gsq_module.rehearsal import Rehearsed
+from gsq_module.run_directory import RunDirectory
 from gsq_module.streaming import source
+from gsq_module.streaming.activations import available_host_bytes
+from gsq_module.streaming.fast_paths import planned_path
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.synthetic import SyntheticCheckpoint
 from gsq_module.streaming.tree import meta_model
@@ -26,8 +34,8 @@ from gsq_module.streaming.tree import meta_model
 logger = logging.getLogger(__name__)
 
 
-def _config_folder(run: Run) -> Path:
-    return source.fetch_config(run.recipe.path, run.recipe.gguf_file, run.directory.source)
+def _config_folder(recipe: GSQModule, directory: RunDirectory) -> Path:
+    return source.fetch_config(recipe.path, recipe.gguf_file, directory.source)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -37,29 +45,54 @@ def _free_bytes(device: torch.device) -> int:
     return free + CONTEXT_BYTES + torch.cuda.memory_reserved(device)
 
 
+def _model(run: Run) -> StreamedModel:
+    """The recipe's model without its weights."""
+    folder = _config_folder(run.recipe, run.directory)
+    tree = meta_model(folder)
+    return StreamedModel(tree, SyntheticCheckpoint(folder, tree), torch.device("cpu"), run.dtype)
+
+
 def make_plan(run: Run, device: torch.device, free_bytes: int | None) -> MemoryPlan:
     """The plan of a run on a device with this much free memory.
 
     Raises:
         ValueError: The model's geometry refuses the recipe; lists every problem.
     """
-    folder = _config_folder(run)
-    tree = meta_model(folder)
-    model = StreamedModel(tree, SyntheticCheckpoint(folder, tree), torch.device("cpu"), run.dtype)
-    raise_collected(check_geometry(model, run.recipe))
+    raise_collected(check_geometry(_model(run), run.recipe))
     return plan_run(
-        folder, run.recipe, run.data, device, free_bytes, run.trainer.world_size,
+        _config_folder(run.recipe, run.directory), run.recipe, run.data, device, free_bytes, run.trainer.world_size,
         strategy_name(run.trainer), run.reload_max_gib,
     )  # fmt: skip
 
 
-def plan(run: Run, memory: str | None, json_file: str | None) -> MemoryPlan:
+def choose_strategy(
+    recipe: GSQModule, data: CalibrationData, directory: RunDirectory, devices: Sequence[int], nodes: int
+) -> str:
+    """What `trainer.strategy: auto` is on several GPUs, before there is a Trainer.
+
+    Args:
+        recipe: The `model` section.
+        data: The `data` section.
+        directory: The run directory.
+        devices: Numbers of this machine's GPUs.
+        nodes: Machines of the run.
+    """
+
+    def make(free: int) -> MemoryPlan:
+        folder = _config_folder(recipe, directory)
+        return plan_run(folder, recipe, data, torch.device("cuda"), free, len(devices) * nodes, "ddp")
+
+    return strategy_choice.choose(devices, nodes, make)
+
+
+def plan(run: Run, memory: str | None, json_file: str | None, auto: bool = False) -> MemoryPlan:
     """Print the plan and its verdict.
 
     Args:
         run: Checked by `check_recipe`.
         memory: Free memory to plan for; None for that of this machine's GPU.
         json_file: Where to write the plan, too.
+        auto: Whether several devices are to have the strategy that fits best.
 
     Raises:
         ValueError: No memory is given, and there is no GPU to ask.
@@ -72,10 +105,18 @@ def plan(run: Run, memory: str | None, json_file: str | None) -> MemoryPlan:
     else:
         raise ValueError("--memory: there is no GPU here to ask; say what the card has free, such as --memory 12GiB")
     made = make_plan(run, device, free)
+    if auto and made.job.world_size > 1:
+        name, why = strategy_choice.by_plan(made, free)
+        made = made.changed(strategy=name)
+        print(f"trainer.strategy=auto: {name}, for {why}")
     get_console().print(render(made, free))
     print(f"{format_bytes(free)} free: {verdict(made, free)[1]}")
     for remedy in remedies(made):
         print(f"  {remedy}")
+    model = _model(run)
+    for note in (planned_path(model.model), *serving_problems(model, run.recipe)):
+        if note is not None:
+            print(note)
     if json_file is not None:
         write_atomically(Path(json_file), json.dumps(as_dict(made, free), indent=1).encode())
     return made
@@ -122,7 +163,7 @@ def rehearse(run: Run, json_file: str | None) -> list[Rehearsed]:
         run: Checked by `check_recipe`.
         json_file: Where to write the result, too.
     """
-    folder = _config_folder(run)
+    folder = _config_folder(run.recipe, run.directory)
     free = _free_bytes(run.device) if run.device.type == "cuda" else None
     made = make_plan(run, run.device, free)
     tree = meta_model(folder)
@@ -137,11 +178,33 @@ def rehearse(run: Run, json_file: str | None) -> list[Rehearsed]:
     if not ranks.is_first():
         return found
     get_console().print(rehearsal.render(found))
-    result = rehearsal.as_dict(found)
-    margins = [row.margin for row in found if row.margin is not None]
-    print(f"whole run, estimated: {result['hours']:.2f} hours; host peak here: {format_bytes(result['host_peak'])}")
-    if margins:
-        print(f"at the tightest moment {format_bytes(min(margins))} of the device were left free")
+    result = {**rehearsal.as_dict(found), **_verdict(run, made, found)}
+    print(f"whole run, estimated: {result['hours']:.1f} hours; host peak here: {format_bytes(result['host_peak'])}")
+    for line in result["verdict"]:
+        print(line)
     if json_file is not None:
         write_atomically(Path(json_file), json.dumps(result, indent=1).encode())
     return found
+
+
+def _verdict(run: Run, plan: MemoryPlan, found: list[Rehearsed]) -> dict[str, Any]:
+    """Whether device, host and disk have room for the whole run, in numbers and words."""
+    lines, fits = [], True
+    margins = [row.margin for row in found if row.margin is not None]
+    if margins:
+        lines.append(f"device: fits, with {format_bytes(min(margins))} left free at the tightest moment")
+    place = next(folder for folder in (run.directory.path, *run.directory.path.absolute().parents) if folder.is_dir())
+    disk_free = shutil.disk_usage(place).free
+    checks = (
+        ("disk under run_dir", plan.disk_bytes, disk_free, "--run_dir on a larger disk, or --model.store memory"),
+        ("host memory", plan.host_bytes * ranks.processes_of_host(), available_host_bytes(), "--model.store disk"),
+    )
+    for name, needed, free, remedy in checks:
+        enough = needed <= free
+        fits = fits and enough
+        lines.append(
+            f"{name}: {format_bytes(needed)} needed, {format_bytes(free)} free"
+            + ("" if enough else f": NOT ENOUGH; {remedy}, or fewer data.train_samples")
+        )
+    lines.append("verdict: the run fits this machine" if fits else "verdict: the run does NOT fit this machine")
+    return {"fits": fits, "verdict": lines, "disk": plan.disk_bytes, "disk_free": disk_free, "host": plan.host_bytes}

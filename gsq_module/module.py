@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
+from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +18,7 @@ from gsq_module.quantization.grid import GRIDS, Grid, QuantizedWeight
 from gsq_module.quantization.optimizer import RelaxedLion, local_rows
 from gsq_module.quantization.schedule import AnnealingSchedule
 from gsq_module.quantization.training_ops import squared_error
+from gsq_module.settings import FinalPass, Refinement
 from gsq_module.sharding import RowShards
 from gsq_module.streaming.activations import Location
 
@@ -30,42 +31,6 @@ Prepare = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 def cached_targets(microbatch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Where inputs and targets lie in stores, a microbatch is what is wanted of it."""
     return microbatch
-
-
-@dataclass
-class Refinement:
-    """How long and how fast the codes of a unit are refined.
-
-    Args:
-        epochs: Passes over the training samples; 0 keeps the initial codes (GPTQ or round-to-nearest alone).
-        lr: Lion step of a logit at the start. Neighbouring candidates start 0.03 apart; total travel is about half of
-            lr x steps, so fewer steps want a larger lr.
-        scale_lr: Lion step of a scale at the start, in units of the weight.
-        final_lr_fraction: Both, at the last step, as a fraction of those at the first (cosine between).
-        betas: Lion's factors of the update and of the momentum.
-        weight_decay: Decoupled weight decay on the logits.
-        temperature: Gumbel-softmax temperature at the first and the last step (linear between).
-        logit_scale: Factor on the logits inside the softmax, likewise.
-        init_std: Standard deviation of the initial logits' noise.
-        init_strength: How far the initial code is preferred, in units of init_std.
-        logit_dtype: `bfloat16` (half the memory, rounded stochastically) or `float32`.
-    """
-
-    epochs: int = 10
-    lr: PositiveFloat = 2e-4
-    scale_lr: NonNegativeFloat = 1e-4
-    final_lr_fraction: ClosedUnitInterval = 0.1
-    betas: tuple[ClosedUnitInterval, ClosedUnitInterval] = (0.9, 0.95)
-    weight_decay: NonNegativeFloat = 1.0
-    temperature: tuple[PositiveFloat, PositiveFloat] = (2.0, 0.05)
-    logit_scale: tuple[PositiveFloat, PositiveFloat] = (100.0, 500.0)
-    init_std: NonNegativeFloat = 0.01
-    init_strength: NonNegativeFloat = 6.0
-    logit_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-
-    def __post_init__(self) -> None:
-        if self.epochs < 0:
-            raise ValueError(f"model.refinement.epochs: {self.epochs} is negative; 0 means no refinement")
 
 
 @dataclass
@@ -101,6 +66,11 @@ class GSQModule(LightningModule):
         group_size: Input columns that share one scale. Must divide the input width of every quantized layer.
         units: What is quantized in each block, in this order: `attention` (every linear of the token mixer), `mlp`.
         ignore: Glob patterns of linears that stay in float. The defaults are tiny gates and routers.
+        embedding_bits: Also quantize the embedding, to 4 or 8 bits by rounding; null keeps it in float. In a tied
+            model, whose head is the embedding, that quantizes both, and the export holds them one by one.
+        head_bits: Also quantize the head, to 4 or 8 bits by GPTQ on its own inputs (`initializer: rtn`: by rounding).
+        outer_group_size: Input columns that share one scale in embedding and head; null for 128, 64 or 32, the largest
+            of them that divides the hidden size.
         num_blocks: Quantize only the first N blocks (a trial); null for all.
         initializer: Where refinement starts: `gptq`, or `rtn` (round-to-nearest).
         signed_scales: Let scales be negative on lopsided grids. Free in every format, and it helps most at 2 bits.
@@ -122,6 +92,7 @@ class GSQModule(LightningModule):
             does not work. The result is the same up to rounding.
         store: Where hidden states live: `device`, `memory` (host), `disk` (memory-mapped files in run_dir), or `auto`.
         refinement: Steps, learning rates, annealing.
+        final_pass: Training of all scales together at the end.
     """
 
     def __init__(
@@ -132,6 +103,9 @@ class GSQModule(LightningModule):
         group_size: PositiveInt = 128,
         units: list[Literal["attention", "mlp"]] = ["attention", "mlp"],  # noqa: B006 - jsonargparse shows it in --help
         ignore: list[str] = ["*.in_proj_a", "*.in_proj_b", "*.gate", "*router*", "*.shared_expert_gate"],  # noqa: B006
+        embedding_bits: Literal[4, 8] | None = None,
+        head_bits: Literal[4, 8] | None = None,
+        outer_group_size: PositiveInt | None = None,
         num_blocks: PositiveInt | None = None,
         initializer: Literal["gptq", "rtn"] = "gptq",
         signed_scales: bool = True,
@@ -144,10 +118,13 @@ class GSQModule(LightningModule):
         kernels: Literal["auto", "eager"] = "auto",
         store: Location = "auto",
         refinement: Refinement = Refinement(),  # noqa: B008 - jsonargparse makes a copy
+        final_pass: FinalPass = FinalPass(),  # noqa: B008
     ) -> None:
         super().__init__()
         if not units or len(set(units)) != len(units):
             raise ValueError(f"model.units: {units} must name attention, mlp, or each of them once")
+        if not set(refinement.units or ()) <= set(units):
+            raise ValueError(f"model.refinement.units: {refinement.units} must be among model.units, {units}")
         if token_weights == "inverse_square" and target != "original_stream":
             raise ValueError("model.token_weights=inverse_square needs model.target=original_stream")
         self.path = path
@@ -156,6 +133,9 @@ class GSQModule(LightningModule):
         self.group_size = group_size
         self.units = units
         self.ignore = ignore
+        self.embedding_bits = embedding_bits
+        self.head_bits = head_bits
+        self.outer_group_size = outer_group_size
         self.num_blocks = num_blocks
         self.initializer = initializer
         self.signed_scales = signed_scales
@@ -168,6 +148,7 @@ class GSQModule(LightningModule):
         self.kernels = kernels
         self.store = store
         self.refinement = refinement
+        self.final_pass = final_pass
         self.seed = 0
         self.student: nn.Module | None = None
         self.step_offset = 0
@@ -178,6 +159,10 @@ class GSQModule(LightningModule):
     @property
     def grid(self) -> Grid:
         return GRIDS[self.bits]
+
+    def refines(self, unit: str) -> bool:
+        """Whether units of this kind are refined, rather than left with their initial codes."""
+        return self.refinement.epochs > 0 and (self.refinement.units is None or unit in self.refinement.units)
 
     def torch_dtype(self, device: torch.device) -> torch.dtype:
         """The dtype blocks are computed in on a device."""

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from gsq_module import ranks
-from gsq_module.capture import BlockPasses, record_calls
+from gsq_module.capture import BlockPasses, head_hessian, record_calls
 from gsq_module.data.samples import Samples
 from gsq_module.memory.stages import StageClock
 from gsq_module.module import GSQModule, UnitProblem
+from gsq_module.outer import OuterQuantizer
 from gsq_module.quantization.gptq import GPTQResult, gptq
 from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.quantization.hessian import Hessian
@@ -74,15 +75,28 @@ class BlockLoop:
         return range(self.num_blocks) if self.indices is None else self.indices
 
     def run(self, shards: UnitShards, refine: Refine) -> list[UnitResult]:
-        """Quantize all blocks of the recipe; units that `shards` holds already are taken from there."""
+        """Quantize all blocks of the recipe, embedding and head; what `shards` holds already is taken from there."""
+        outer = OuterQuantizer(self.model, self.recipe, shards)
+        for kind in outer.parts:
+            if outer.is_open(kind) and not (kind == "head" and outer.needs_stream):
+                with self.clock.stage(kind):
+                    outer.round(kind)
         units = [(index, kind) for index in self.blocks for kind in self.recipe.units]
         unfinished = [index for index, kind in units if shards.result(index, kind) is None]
-        if unfinished:
-            # Behind the last of them nobody needs the streams.
-            self._run_blocks([index for index in self.blocks if index <= unfinished[-1]], shards, refine)
+        if unfinished or outer.needs_stream:
+            # Behind the last of them nobody needs the streams, unless the head waits for their end.
+            indices = [index for index in self.blocks if outer.needs_stream or index <= unfinished[-1]]
+            self._run_blocks(indices, shards, refine, outer, unfinished)
         return [result for unit in units if (result := shards.result(*unit)) is not None]
 
-    def _run_blocks(self, indices: Sequence[int], shards: UnitShards, refine: Refine) -> None:
+    def _run_blocks(
+        self,
+        indices: Sequence[int],
+        shards: UnitShards,
+        refine: Refine,
+        outer: OuterQuantizer,
+        unfinished: Sequence[int],
+    ) -> None:
         samples, staging = self.samples, Staging(self.model.device, self.pin_memory)
         sizes = samples.batch_sizes(self.batch_size) | self.loader_sizes
         with ExitStack() as cleanup:
@@ -90,21 +104,36 @@ class BlockLoop:
                 calls = record_calls(self.model, sizes, samples.tokens.shape[1])
                 stores = self._open_stores()
                 cleanup.callback(stores.close)
-                self.model.embed(samples.tokens, stores["quantized"], self.batch_size)
-                if self.target == "original_stream":
-                    for rows in samples.batches(*samples.fitted, size=self.batch_size):
-                        stores["original"].write(rows, stores["quantized"].data[rows])
-            for index in indices:
+                self.model.embed(samples.tokens, stores["quantized"], self.batch_size, outer.weights({}))
+                if self.target == "original_stream" and unfinished:
+                    if "embedding" in outer.parts:
+                        fitted = samples.tokens[: samples.validation.stop]
+                        self.model.embed(fitted, stores["original"], self.batch_size)
+                    else:
+                        for rows in samples.batches(*samples.fitted, size=self.batch_size):
+                            stores["original"].write(rows, stores["quantized"].data[rows])
+
+            def passes_of(index: int) -> BlockPasses:
                 block = self.model.load_block(index)
                 here = {size: calls[size][index] for size in sizes}
-                passes = BlockPasses(
+                return BlockPasses(
                     self.recipe, self.model, index, block, here, samples, self.batch_size, stores, staging, self.target
                 )
-                step = _BlockStep(self, index, passes)
-                step.quantize(shards, refine)
-                if index != indices[-1] or self.indices is not None:  # a rehearsal leaves nothing out
+
+            for index in indices:
+                step = _BlockStep(self, index, passes_of(index))
+                is_open = bool(unfinished) and index <= unfinished[-1]
+                step.quantize(shards, refine, with_original=is_open)
+                # A rehearsal leaves nothing out.
+                if index != indices[-1] or self.indices is not None or outer.needs_stream:
                     step.propagate()
                 self.model.release_block(index)
+            if outer.needs_stream:
+                with self.clock.stage("head"):
+                    for index in range(self.num_blocks, self.model.num_blocks) if self.indices is None else ():
+                        passes_of(index).propagate(samples.gptq)
+                        self.model.release_block(index)
+                    outer.solve_head(head_hessian(self.model, samples, self.batch_size, stores["quantized"], staging))
 
     def _open_stores(self) -> Stores:
         """Stores of the quantized stream, of what a unit is fitted on, and of the original stream."""
@@ -128,10 +157,14 @@ class _BlockStep:
         self.loop, self.index, self.passes = loop, index, passes
         self.units = find_units(loop.model, index, loop.recipe)
 
-    def quantize(self, shards: UnitShards, refine: Refine) -> None:
-        """Quantize the block's units one after the other; each sees those before it quantized."""
+    def quantize(self, shards: UnitShards, refine: Refine, with_original: bool = True) -> None:
+        """Quantize the block's units one after the other; each sees those before it quantized.
+
+        Args:
+            with_original: Whether this block or a later one needs the original stream.
+        """
         done = {unit.kind: shards.load(self.index, unit.kind) for unit in self.units}
-        if self.loop.target == "original_stream":
+        if self.loop.target == "original_stream" and with_original:
             with self.loop.clock.stage("original", self.index):
                 with_goals = any(entry is None for entry in done.values())
                 self.passes.advance_original(self.units if with_goals else [])
@@ -165,7 +198,8 @@ class _BlockStep:
                 student.calls[size] = passes.unit_call(unit, size)
                 self.loop.loader_sizes.add(size)
 
-            problem = UnitProblem(student, weights, initial, captured.power, self.loop.steps, prepare, resize)
+            steps = self.loop.steps if self.loop.recipe.refines(unit.kind) else 0
+            problem = UnitProblem(student, weights, initial, captured.power, steps, prepare, resize)
             samples = self.loop.samples
             train, validation = (
                 UnitSamples(captured.sources, part, passes.staging, total)
@@ -215,7 +249,10 @@ class _BlockStep:
             return GPTQResult(rounded, "rtn")
         # A linear that was never called has no Hessian; an empty one says so.
         hessian = hessian or Hessian(unit.full_name(path), weight.shape[1], weight.device)
-        return gptq(weight, hessian, grid, group_size, scale_dtype, recipe.signed_scales, recipe.damping, fused)
+        shared = any(other is hessian for other in hessians.values())
+        return gptq(
+            weight, hessian, grid, group_size, scale_dtype, recipe.signed_scales, recipe.damping, fused, keep=shared
+        )
 
     @torch.no_grad()
     def _place(self, unit: Unit, weights: dict[str, QuantizedWeight]) -> None:

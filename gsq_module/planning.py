@@ -13,13 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gsq_module.data.module import CalibrationData
 from gsq_module.memory.allocator import setting_in_force
 from gsq_module.memory.plan import MemoryPlan
-from gsq_module.memory.sizes import BlockShape, Job, UnitShape
+from gsq_module.memory.sizes import BlockShape, Job, OuterShape, UnitShape
 from gsq_module.memory.working_set import WorkingSet
 from gsq_module.module import DTYPES, GSQModule
+from gsq_module.outer import outer_parts
 from gsq_module.pipeline import count_blocks, find_units
 from gsq_module.quantization.training_ops import accumulating_in_place, squared_error
 from gsq_module.streaming.activations import choose_location
 from gsq_module.streaming.calls import BlockCall
+from gsq_module.streaming.fast_paths import torch_path
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.synthetic import SyntheticCheckpoint
 from gsq_module.streaming.tree import meta_model
@@ -66,6 +68,7 @@ def plan_run(
     blocks = _blocks(model, recipe, job)
     plan = MemoryPlan(job, blocks)
     quantized = sum(unit.weights * len(kind.indices) for kind in blocks for unit in kind.units)
+    quantized += sum(part.weights for part in job.outer)
     return plan.changed(
         store=choose_location(recipe.store, plan.store_bytes, free_bytes),
         evaluation_store=choose_location(recipe.store, plan.evaluation_store_bytes, free_bytes),
@@ -119,8 +122,14 @@ def _job(
         world_size=world_size,
         strategy=strategy,
         model_bytes=all_bytes,
+        final_pass=recipe.final_pass.epochs > 0,
         reload=all_bytes <= reload_max_gib * 2**30,
         float_bytes=all_bytes // itemsize * model.checkpoint.dtype().itemsize,
+        outer=tuple(
+            OuterShape(part.kind, *part.shape, part.grid.storage_bits, part.group_size, len(part.modules))
+            for part in outer_parts(model, recipe)
+        ),
+        float_blocks=model.num_blocks - count_blocks(model, recipe),
     )
 
 
@@ -138,7 +147,8 @@ def _blocks(model: StreamedModel, recipe: GSQModule, job: Job) -> tuple[BlockSha
     # On real tensors: where it is traced, transformers makes attention masks that a run does without.
     calls = {size: model.record_shapes(torch.zeros(size, job.seq_len, dtype=torch.int64)) for size in sizes}
     found = []
-    with FakeTensorMode(allow_non_fake_inputs=True):  # those calls, and buffers of the tree on the meta device
+    # Not fake are those calls, and buffers of the tree on the meta device.
+    with FakeTensorMode(allow_non_fake_inputs=True), torch_path():
         for indices in kinds.values():
             here = {size: calls[size][indices[0]] for size in sizes}
             found.append(_measure(model, recipe, job, tuple(indices), here))

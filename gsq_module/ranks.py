@@ -34,7 +34,7 @@ LAUNCHER = "GSQ_LAUNCHER_PID"
 
 
 def register_strategies() -> None:
-    """Let `trainer.strategy: ddp`, and `auto` with several devices, mean what suits relaxed weights; add `sharded`."""
+    """Let `trainer.strategy: ddp` mean what suits relaxed weights; add `sharded`."""
     StrategyRegistry.register(
         "ddp",
         DDPStrategy,
@@ -73,10 +73,15 @@ def start(trainer: Trainer, module: LightningModule) -> None:
     launcher = os.environ.setdefault(LAUNCHER, str(os.getpid()))
     if strategy.launcher is not None:
         strategy.launcher.launch(lambda: None, trainer=trainer)
-    if os.getppid() == int(launcher):
+    if is_launched():
         threading.Thread(target=_end_with, args=(int(launcher),), daemon=True).start()
     strategy.connect(module)
     strategy.setup_environment()
+
+
+def is_launched() -> bool:
+    """Whether rank 0 has started this process, which inherits its environment."""
+    return os.environ.get(LAUNCHER) == str(os.getppid())
 
 
 def _end_with(launcher: int) -> None:

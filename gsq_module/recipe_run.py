@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +20,26 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from callbacks import AllocatorStats, OOMReport, RunProgress
 from gsq_module import ranks
 from gsq_module.continuations import choose_prompts, continue_greedily
-from gsq_module.coverage import Coverage, check_geometry
+from gsq_module.coverage import Coverage, check_geometry, serving_problems
 from gsq_module.data.module import CalibrationData
 from gsq_module.data.samples import Samples
 from gsq_module.evaluation import HiddenStates, hidden_states, measure, whole_model_perplexity
 from gsq_module.export.folder import check_destination
 from gsq_module.export.reader import open_checkpoint
 from gsq_module.export.writer import ExportReport, export_checkpoint
+from gsq_module.final_pass import TunedScales, load_outcome, save_tuned, train_scales
 from gsq_module.measures import Measured
 from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.stages import StageClock, StageListener
 from gsq_module.module import GSQModule
+from gsq_module.outer import OuterQuantizer
 from gsq_module.pipeline import BlockLoop, Refine
 from gsq_module.refinement import UnitRefiner
 from gsq_module.run_directory import RunDirectory, UnitResult, UnitShards
 from gsq_module.streaming import source
 from gsq_module.streaming.model import StreamedModel
+
+logger = logging.getLogger(__name__)
 
 STRATEGIES = (SingleDeviceStrategy, DDPStrategy)
 """Of Lightning's, those whose fits leave every rank with the same relaxed weights."""
@@ -160,6 +166,9 @@ class Run:
         check_destination(folder, self.directory.export)  # of a model from the hub, check_recipe could not
         model = StreamedModel.from_checkpoint(open_checkpoint(folder), self.device, self.dtype)
         raise_collected(check_geometry(model, self.recipe))
+        if ranks.is_first():
+            for problem in serving_problems(model, self.recipe):
+                logger.warning("%s", problem)
         return model
 
     def tokenizer(self, folder: Path) -> PreTrainedTokenizerBase:
@@ -189,6 +198,29 @@ class Run:
         shards = self.directory.initial_units(self.recipe.grid)
         self._loop(model, samples, "original_unit", 0, shards)
         return shards
+
+    def train_scales(self, model: StreamedModel) -> TunedScales | None:
+        """The final pass, unless it is done; None where the recipe has none."""
+        if not self.recipe.final_pass.epochs:
+            return None
+        units, tuned = self.directory.units(self.recipe.grid), self.directory.tuned_units(self.recipe.grid)
+        outcome = load_outcome(tuned.directory)
+        if outcome is None:
+            self.say("quantized: scales of the whole model")
+            samples = self._samples(self.data.train)
+            with self.clock.stage("final_pass"):
+                outcome, weights = train_scales(
+                    self.trainer, self.recipe.final_pass, self.data, samples, model, units.weights(),
+                    self.outer(model, units).weights({}),
+                )  # fmt: skip
+            ranks.from_first(partial(save_tuned, outcome, weights, units, tuned))
+        return outcome
+
+    @property
+    def final_units(self) -> UnitShards:
+        """The units that are exported and measured."""
+        directory = self.directory
+        return (directory.tuned_units if self.recipe.final_pass.epochs else directory.units)(self.recipe.grid)
 
     def _samples(self, train: Tensor) -> Samples:
         data = self.data
@@ -242,9 +274,14 @@ class Run:
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=self.trainer.global_step)
 
+    def outer(self, model: StreamedModel, shards: UnitShards) -> OuterQuantizer:
+        """Embedding and head beside a run's units."""
+        return OuterQuantizer(model, self.recipe, shards)
+
     def export(self, model: StreamedModel, coverage: Coverage) -> ExportReport:
-        """Write the finished units as a checkpoint."""
-        weights = self.directory.units(self.recipe.grid).weights()
+        """Write the finished units, embedding and head as a checkpoint."""
+        outer = self.outer(model, self.directory.units(self.recipe.grid))
+        weights = outer.weights(self.final_units.weights())
         missing = [name for name in coverage.quantized if name not in weights]
         if missing:
             raise ValueError(
@@ -260,6 +297,7 @@ class Run:
                 self.recipe.group_size,
                 ignore=coverage.float_linears,
                 tied=[f"{model.head_path}.weight"] if model.is_tied else [],
+                outer=list(outer.parts.values()),
             )
 
     def original(self, model: StreamedModel) -> tuple[HiddenStates, dict[str, Measured]]:

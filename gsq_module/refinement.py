@@ -8,6 +8,7 @@ import math
 import time
 import traceback
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -46,12 +47,11 @@ class Outcome:
 
 
 class _LetGo(Callback):
-    """After an error, keeps Lightning's teardown from moving the unit and the optimizer's state to the host."""
+    """After an error, keeps Lightning's teardown from moving models and the optimizer's state to the host."""
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        assert isinstance(pl_module, GSQModule)
-        pl_module.student = None
+        cast(Any, pl_module).student = None  # of a unit, or of the final pass
         for optimizer in trainer.optimizers:
             optimizer.state.clear()
         trainer.strategy.optimizers = []
@@ -110,7 +110,7 @@ class UnitRefiner:
             return Outcome(problem.initial, initial_error, None, 0.0, 0, time.perf_counter() - began, note)
         alone = isinstance(self.trainer.strategy, SingleDeviceStrategy)
         with accumulating_in_place(problem.student.modules() if alone else ()):
-            self._fit(problem.total_steps)
+            fit_steps(self.trainer, module, data, problem.total_steps)
         refined = module.refined
         refined_error = module.hard_error(refined, data.val_dataloader(), device)
         changed = sum(int((refined[name].codes != start.codes).sum()) for name, start in problem.initial.items())
@@ -136,33 +136,34 @@ class UnitRefiner:
         """Give back what the failed fit has left, and prepare the next one."""
         for weight in problem.weights.values():
             weight.grad = None
-        self._free()
+        free(self.trainer)
         self.data.microbatch_size = microbatch
         self.trainer.accumulate_grad_batches = self.data.accumulate_grad_batches(1)
         assert problem.resize is not None
         for size in self.data.microbatch_sizes():
             problem.resize(size)
 
-    def _fit(self, steps: int) -> None:
-        """Run the Trainer for `steps` optimizer steps more.
 
-        Lightning trains 0 steps, without an exception, when a Trainer that has reached its limit is fitted again. The
-        attribute set here is internal to Lightning: pyproject.toml pins the minor version, and a test watches it.
-        """
-        trainer = self.trainer
-        before = trainer.global_step
-        trainer.fit_loop.epoch_loop.max_steps = before + steps
-        trainer.fit(self.module, datamodule=self.data)
-        if trainer.interrupted:
-            raise KeyboardInterrupt
-        assert trainer.global_step == before + steps, (before, steps, trainer.global_step)
-        self._free()
+def fit_steps(trainer: Trainer, module: LightningModule, data: CalibrationData, steps: int) -> None:
+    """Run the Trainer for `steps` optimizer steps more, and let go of what the fit leaves behind.
 
-    def _free(self) -> None:
-        """Let go of what Lightning, reference cycles and the allocator still hold."""
-        self.trainer.strategy.optimizers = []
-        self.trainer.strategy.lr_scheduler_configs = []
-        if self.trainer.strategy.root_device.type == "cuda":
-            gc.collect()
-            with torch.cuda.device(self.trainer.strategy.root_device):
-                torch.cuda.empty_cache()
+    Lightning trains 0 steps, without an exception, when a Trainer that has reached its limit is fitted again. The
+    attribute set here is internal to Lightning: pyproject.toml pins the minor version, and a test watches it.
+    """
+    before = trainer.global_step
+    trainer.fit_loop.epoch_loop.max_steps = before + steps
+    trainer.fit(module, datamodule=data)
+    if trainer.interrupted:
+        raise KeyboardInterrupt
+    assert trainer.global_step == before + steps, (before, steps, trainer.global_step)
+    free(trainer)
+
+
+def free(trainer: Trainer) -> None:
+    """Let go of what Lightning, reference cycles and the allocator still hold."""
+    trainer.strategy.optimizers = []
+    trainer.strategy.lr_scheduler_configs = []
+    if trainer.strategy.root_device.type == "cuda":
+        gc.collect()
+        with torch.cuda.device(trainer.strategy.root_device):
+            torch.cuda.empty_cache()

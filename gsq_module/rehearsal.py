@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +25,9 @@ from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.stages import Stage, StageClock, StageListener
 from gsq_module.memory.statistics import DeviceMemory, format_bytes, host_peak_bytes
 from gsq_module.module import GSQModule
+from gsq_module.outer import OuterQuantizer
 from gsq_module.pipeline import BlockLoop
+from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.refinement import UnitRefiner
 from gsq_module.run_directory import UnitShards
 from gsq_module.streaming.activations import Location
@@ -44,9 +46,9 @@ class Rehearsed:
         block: Index of the block.
         unit: Kind of the unit.
         seconds: What it took here.
-        allocated: Peak bytes of tensors on the device; None on a CPU.
-        reserved: Peak bytes of the allocator, tensors included; None on a CPU.
-        margin: Least free bytes of the whole device during the stage; None on a CPU.
+        allocated: Peak bytes of tensors on the device, of the rank with most; None on a CPU.
+        reserved: Peak bytes of the allocator, tensors included, likewise; None on a CPU.
+        margin: Least free bytes of the whole device during the stage, of the rank with least; None on a CPU.
         predicted: What the plan says of `allocated`.
         full_seconds: What the real run will take for all blocks of the kind.
     """
@@ -60,6 +62,8 @@ class Rehearsed:
     margin: int | None
     predicted: int | None
     full_seconds: float
+    by_rank: list[int] = field(default_factory=list)
+    """`allocated` of every rank, in their order."""
 
 
 class _Watch(Callback, StageListener):
@@ -146,11 +150,11 @@ def rehearse(
     chosen, recipe.store = recipe.store, cast(Location, job.store)
     # Hidden states of the samples that a rehearsal leaves out, where the run would keep them on the device.
     total = sum(map(len, (train, validation, gptq)))
-    missing = plan.store_bytes * (job.samples - total) // job.samples // world_size
+    missing = plan.store_bytes * (job.samples - total) // job.samples
     ballast = torch.empty(max(0, missing) if job.store == "device" else 0, dtype=torch.uint8, device=model.device)
     try:
         # Kernels are compiled and libraries loaded now, so that they do not count as the run's time.
-        loop(StageClock(model.device), folder / "warm", indices[:1], 1)
+        loop(StageClock(model.device, listeners), folder / "warm", indices[:1], 1)
         callbacks.append(watch)
         loop(clock, folder, indices, STEPS)
         del ballast
@@ -159,12 +163,13 @@ def rehearse(
         place = cast(Location, job.evaluation_store)
         scratch = folder / f"activations{rank}"
 
-        def states(part: Path) -> HiddenStates:
-            return hidden_states(model, texts, at_once, part, None, data.pin_memory, indices, place)
+        def states(part: Path, weights: Mapping[str, QuantizedWeight]) -> HiddenStates:
+            return hidden_states(model, texts, at_once, part, weights, data.pin_memory, indices, place)
 
-        with closing(states(scratch / "original")) as original:
+        outer = OuterQuantizer(model, recipe, UnitShards(folder / "units", recipe.grid))
+        with closing(states(scratch / "original", {})) as original:
             original.leave_device()
-            with clock.stage("evaluate"), closing(states(scratch)) as quantized:
+            with clock.stage("evaluate"), closing(states(scratch, outer.weights({}))) as quantized:
                 measure(quantized, original)
     finally:
         recipe.store = chosen
@@ -183,9 +188,9 @@ def _summarize(watch: _Watch, plan: MemoryPlan, recipe: GSQModule, data: Calibra
     for stage, seconds, memory in watch.stages:
         count = next((len(kind.indices) for kind in plan.blocks if stage.block in kind.indices), 1)
         if stage.name == "refine":
-            per_step = watch.step_seconds.get((stage.block, stage.unit), 0.0)
+            per_step = watch.step_seconds.get((stage.block, stage.unit), 0.0)  # 0 where the unit is not refined
             full = max(0.0, seconds - STEPS * per_step) + steps * per_step
-        elif stage.name == "initialize":
+        elif stage.name in ("embedding", "initialize", "head"):
             full = seconds * passes
         elif stage.name == "evaluate":
             share = sum(len(kind.indices) for kind in plan.blocks) / len(plan.blocks)
@@ -202,26 +207,45 @@ def _summarize(watch: _Watch, plan: MemoryPlan, recipe: GSQModule, data: Calibra
                 plan.predicted(stage.name, stage.block, stage.unit), full * count,
             )
         )  # fmt: skip
-    return found
+    return _joined(ranks.gather(found))
+
+
+def _joined(of_ranks: list[list[Rehearsed]]) -> list[Rehearsed]:
+    """The ranks' rows as one list: each figure of the rank that it is worst for."""
+    joined = []
+    for rows in zip(*of_ranks, strict=True):
+        row = replace(
+            rows[0],
+            seconds=max(other.seconds for other in rows),
+            full_seconds=max(other.full_seconds for other in rows),
+        )
+        if row.allocated is not None:
+            row.by_rank = [other.allocated or 0 for other in rows]
+            row.allocated = max(row.by_rank)
+            row.reserved = max(other.reserved or 0 for other in rows)
+            row.margin = min((other.margin for other in rows if other.margin is not None), default=None)
+        joined.append(row)
+    return joined
 
 
 def render(found: list[Rehearsed]) -> Table:
     """The table for the terminal."""
     table = Table(title="Rehearsal: one block of each kind")
-    for name in ("stage", "predicted", "measured", "ratio", "left free", "seconds", "whole run"):
+    measured = "measured, by rank" if any(len(row.by_rank) > 1 for row in found) else "measured"
+    for name in ("stage", "predicted", measured, "ratio", "left free", "seconds", "whole run"):
         table.add_column(name, justify="left" if name == "stage" else "right")
     for row in found:
         where = "".join(
             f", {part}" for part in (f"block {row.block}" if row.block is not None else "", row.unit) if part
         )
         ratio = f"{row.predicted / row.allocated:.3f}" if row.predicted and row.allocated else "-"
-        sizes = [format_bytes(n) if n is not None else "-" for n in (row.predicted, row.allocated, row.margin)]
+        predicted, margin = (format_bytes(n) if n is not None else "-" for n in (row.predicted, row.margin))
         table.add_row(
             row.stage + where,
-            sizes[0],
-            sizes[1],
+            predicted,
+            ", ".join(map(format_bytes, row.by_rank)) or "-",
             ratio,
-            sizes[2],
+            margin,
             f"{row.seconds:.2f}",
             f"{row.full_seconds / 60:.1f} min",
         )

@@ -6,6 +6,7 @@ Every write goes to a temporary file first, is fsynced, and is renamed into plac
     fingerprint.json     what shapes the result; a run is resumed only where it agrees
     units/               codes and scales of each finished unit, packed as in the export, with its results
     wandb_id             the id of its W&B run, if it has one
+    tuned/               finished units with the scales of the final pass, and final_pass.json
     initial/             the same for the initial quantization measured alone
     source/              a GGUF checkpoint converted to safetensors
     activations/         hidden states, where they are on disk; removed at the end
@@ -231,6 +232,9 @@ class RunDirectory:
 
     def units(self, grid: Grid) -> UnitShards:
         return UnitShards(self.path / "units", grid)
+
+    def tuned_units(self, grid: Grid) -> UnitShards:
+        return UnitShards(self.path / "tuned", grid)
 
     def initial_units(self, grid: Grid) -> UnitShards:
         return UnitShards(self.path / "initial", grid)

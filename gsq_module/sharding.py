@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from typing_extensions import override
 
@@ -99,17 +100,32 @@ class ShardedStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        if self._mesh is None:  # once: each would cost a communicator
-            self._mesh = init_device_mesh(self.root_device.type, (self.world_size,))
+        if not self._splits:
+            super().configure_ddp()
+            return
+        if self._mesh is None:
+            # Of the group that is there: another communicator would cost its buffers again.
+            everyone = dist.group.WORLD
+            assert everyone is not None
+            self._mesh = DeviceMesh.from_group(everyone, self.root_device.type)
         self._recipe.split(self._mesh)
 
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
+        if not self._splits:
+            with super().block_backward_sync():
+                yield
+            return
         shards = self._recipe.shards
         assert shards is not None
         with shards.accumulating():
             yield
+
+    @property
+    def _splits(self) -> bool:
+        """Whether the module at hand has weights to split: the final pass has none but scales."""
+        return hasattr(self.lightning_module, "split")
 
     @property
     def _recipe(self) -> GSQModule:

@@ -37,6 +37,7 @@ class RecipeTrainer(Trainer):
         whole_model: bool = False,
         compare: bool = True,
         tasks: str | None = None,
+        check: bool = False,
     ) -> None:
         """Measure a checkpoint, original or exported: perplexity, KL divergence to the original, top-token agreement.
 
@@ -47,6 +48,7 @@ class RecipeTrainer(Trainer):
                 token. Takes as long again; without it the recipe's model need not be there.
             tasks: Also run these tasks of lm-evaluation-harness (the extra `eval`), such as `arc_easy,piqa`. Loads the
                 model whole; most tasks download their data.
+            check: Instead of measuring, say which engines can load the exported checkpoint, and why not.
         """
         raise NotImplementedError("GSQCLI.evaluate does this")
 

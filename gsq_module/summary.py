@@ -13,6 +13,7 @@ from rich.table import Table
 
 from gsq_module.coverage import Coverage
 from gsq_module.export.writer import ExportReport
+from gsq_module.final_pass import TunedScales
 from gsq_module.measures import Measured
 from gsq_module.memory.stages import StageClock
 from gsq_module.memory.statistics import format_bytes, host_peak_bytes
@@ -54,6 +55,8 @@ def build_summary(
     export_dir: str,
     predicted: Mapping[str, int],
     device_peaks: Sequence[int] = (),
+    tuned: TunedScales | None = None,
+    outer: Sequence[UnitResult] = (),
 ) -> dict[str, Any]:
     """Collect what a run came to.
 
@@ -67,6 +70,8 @@ def build_summary(
         export_dir: Where the export is.
         predicted: The memory plan's peaks by stage, in bytes; empty without a plan.
         device_peaks: Highest allocated bytes of each rank's device; of no interest where there is one.
+        tuned: Of the final pass, where there was one.
+        outer: Results of embedding and head, where they are quantized.
     """
     texts = list(next(iter(figures.values()), {}))
 
@@ -95,6 +100,8 @@ def build_summary(
             "float_parameters": coverage.float_parameters,
         },
         "units": [asdict(unit) for unit in units],
+        "outer": [asdict(part) for part in outer],
+        "final_pass": asdict(tuned) | {"kept": tuned.improved} if tuned else None,
         "seconds": {"total": seconds, **clock.seconds},
         "peak_memory": {
             "host_bytes": host_peak_bytes(),
@@ -105,6 +112,21 @@ def build_summary(
         "device": device_name(clock.device),
         "export": {"path": export_dir, **asdict(report)} if report else None,
     }
+
+
+def around_the_units(summary: Mapping[str, Any]) -> list[str]:
+    """A line for each of embedding, head and final pass, where there are any."""
+    lines = []
+    for part in summary["outer"]:
+        solved = f" rounded, {part['refined_error']:.6f} by GPTQ" if part["kept"] == "refined" else ""
+        lines.append(f"{part['unit']}: relative error {part['initial_error']:.6f}{solved}")
+    if summary["final_pass"]:
+        tuned = summary["final_pass"]
+        lines.append(
+            f"final pass: KL divergence from the original {tuned['before']:.4f} -> {tuned['after']:.4f}"
+            + ("" if tuned["kept"] else "; the scales stay as they were")
+        )
+    return lines
 
 
 def print_summary(summary: Mapping[str, Any], console: Console | None = None) -> None:
@@ -131,7 +153,9 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
             f"{len(units)} units: mean relative error {before:.4f} -> {after:.4f}"
             + (f"; {kept} kept their initial codes" if kept else "")
         )
-    notes = {name: note for unit in units for name, note in unit["notes"].items()}
+    for line in around_the_units(summary):
+        console.print(line)
+    notes = {name: note for unit in [*units, *summary["outer"]] for name, note in unit["notes"].items()}
     for name, note in notes.items():
         console.print(f"  {name}: {note}")
     coverage = summary["coverage"]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from gsq_module.export.loading import initializing_no_packed_embedding
+
 
 def check_tasks(tasks: str) -> list[str]:
     """The names in a list with commas.
@@ -41,12 +43,13 @@ def evaluate_tasks(
     """
     import lm_eval
 
-    found = lm_eval.simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(folder), "dtype": str(dtype).removeprefix("torch.")},
-        tasks=tasks,
-        device=str(device),
-    )
+    with initializing_no_packed_embedding():
+        found = lm_eval.simple_evaluate(
+            model="hf",
+            model_args={"pretrained": str(folder), "dtype": str(dtype).removeprefix("torch.")},
+            tasks=tasks,
+            device=str(device),
+        )
     return {
         task: {name: float(value) for name, value in figures.items() if "," in name and isinstance(value, (int, float))}
         for task, figures in found["results"].items()

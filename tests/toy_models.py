@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3_5Tokenizer
 
 from gsq_module.streaming.checkpoint import Checkpoint
 from gsq_module.streaming.model import StreamedModel
@@ -33,6 +33,8 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
+QWEN_TOKENIZER = ("qwen2", "qwen3_5")
+"""Model types whose tokenizer transformers makes in its own class."""
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -40,6 +42,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 8}),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"sliding_window": 8, "query_pre_attn_scalar": 16}),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 8, "layer_types": ALTERNATING}),
     "qwen3_5": (
@@ -96,6 +99,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<eos>", unk_token="<eos>")
 
 
+def qwen_tokenizer() -> Qwen3_5Tokenizer:
+    """Byte-level BPE, which transformers takes for these families whatever the folder says: `w23 w4` is w 2 3 _w 4."""
+    pieces = ["<|endoftext|>", *"w0123456789", "\u0120", "\u0120w"]
+    return Qwen3_5Tokenizer(vocab={piece: n for n, piece in enumerate(pieces)}, merges=[("\u0120", "w")])
+
+
 def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> Path:
     """Write a checkpoint folder with its tokenizer. The model's weights are rounded to `dtype`."""
     for parameter in model.parameters():  # not model.to(dtype): that rounds rotary frequencies as well
@@ -104,7 +113,7 @@ def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float3
     model.save_pretrained(folder, **how)
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
-    tokenizer().save_pretrained(folder)
+    (qwen_tokenizer() if model.config.model_type in QWEN_TOKENIZER else tokenizer()).save_pretrained(folder)
     return folder
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +25,51 @@ from torch import Tensor
 from gsq_module.quantization.grid import Grid, QuantizedWeight
 
 PACK_FORMAT: str = CompressionFormat.pack_quantized.value
+CHUNK_WEIGHTS = 2**24
+"""Weights that the library packs or unpacks at once: it takes several int32 tensors of their size for it."""
 
 
-def quantization_scheme(grid: Grid, group_size: int) -> QuantizationScheme:
+@dataclass(frozen=True)
+class OuterPart:
+    """A matrix around the blocks that a recipe quantizes.
+
+    Attributes:
+        kind: `embedding` or `head`.
+        module: Module path.
+        copy: Module path of a tied head, which the export gives the same codes.
+        grid: Its grid.
+        group_size: Input columns a scale.
+        shape: `(vocabulary, hidden_size)`.
+    """
+
+    kind: str
+    module: str
+    copy: str | None
+    grid: Grid
+    group_size: int
+    shape: tuple[int, int]
+
+    @property
+    def modules(self) -> list[str]:
+        """Module paths in the export."""
+        return [self.module] if self.copy is None else [self.module, self.copy]
+
+    @property
+    def targets(self) -> list[str]:
+        """What a config group calls it. Engines may build an embedding without its name, so it goes by its class; a
+        head's name they may prefix."""
+        names = ["Embedding"] if self.kind == "embedding" else [_by_name(self.module)]
+        return names if self.copy is None else [*names, _by_name(self.copy)]
+
+
+def _by_name(module: str) -> str:
+    return f"re:.*{re.escape(module.rpartition('.')[2])}$"
+
+
+def quantization_scheme(grid: Grid, group_size: int, targets: Sequence[str] = ("Linear",)) -> QuantizationScheme:
     """How the library describes a grid: symmetric integers, one scale a row and group of `group_size` input columns."""
     return QuantizationScheme(
-        targets=["Linear"],
+        targets=list(targets),
         weights=QuantizationArgs(
             num_bits=grid.storage_bits,
             type=QuantizationType.INT,
@@ -41,19 +82,32 @@ def quantization_scheme(grid: Grid, group_size: int) -> QuantizationScheme:
     )
 
 
-def quantization_config(grid: Grid, group_size: int, ignore: Sequence[str]) -> dict[str, Any]:
+def quantization_config(
+    grid: Grid, group_size: int, ignore: Sequence[str], outer: Sequence[OuterPart] = ()
+) -> dict[str, Any]:
     """The `quantization_config` of config.json.
 
     Args:
         grid: Gives the bit width.
         group_size: Input columns a scale.
         ignore: Module names of exactly the linears that stayed in float.
+        outer: Embedding and head, where they are quantized: `group_1`, and `group_2` where their formats differ.
 
     Returns:
         A JSON-able dict without defaults and nulls, so that it reads the same whichever library version wrote it.
     """
+    by_format: dict[tuple[Grid, int], list[str]] = {}
+    for part in outer:
+        by_format.setdefault((part.grid, part.group_size), []).extend(part.targets)
+    groups: dict[str, QuantizationScheme | list[str]] = {
+        f"group_{number}": quantization_scheme(*how, targets)
+        for number, (how, targets) in enumerate(by_format.items(), 1)
+    }
+    # Last: the library takes a head for one of the "Linear" ones, and warns that its own target matches nothing,
+    # where that comes first.
+    groups["group_0"] = quantization_scheme(grid, group_size)
     config = QuantizationConfig(
-        config_groups={"group_0": quantization_scheme(grid, group_size)},
+        config_groups=groups,
         quant_method=DEFAULT_QUANTIZATION_METHOD,
         format=PACK_FORMAT,
         quantization_status=QuantizationStatus.COMPRESSED,
@@ -82,7 +136,8 @@ def pack(weight: QuantizedWeight, grid: Grid) -> dict[str, Tensor]:
     # The packer does not mask: a code off the grid would spill into its neighbours' bits.
     low, high = (int(end) for end in weight.codes.aminmax())
     assert grid.low <= low <= high <= grid.high, f"codes {low}..{high} are off the grid {grid.name}"
-    packed = pack_to_int32(weight.codes, grid.storage_bits)
+    # By rows, of which each is packed alone: the packer takes some twelve bytes a code beside the result.
+    packed = torch.cat([pack_to_int32(codes, grid.storage_bits) for codes in weight.codes.split(_rows(weight.codes))])
     words = math.ceil(weight.codes.shape[1] * grid.storage_bits / 32)
     assert packed.shape[1] == words, "compressed-tensors before 0.18 pads 3-bit codes to ten a word"
     return {
@@ -102,9 +157,27 @@ def unpack(tensors: dict[str, Tensor], scheme: QuantizationScheme) -> Tensor:
     Returns:
         `[out_features, in_features]` in the dtype of the scales, bit for bit `QuantizedWeight.dequantize()`.
     """
-    return PackedQuantizationCompressor.decompress(tensors, scheme)["weight"]
+    rows, columns = tensors["weight_shape"].tolist()
+    dense = torch.empty(rows, columns, dtype=tensors["weight_scale"].dtype)
+    step = _rows(dense)
+    for begin in range(0, rows, step):
+        part = {name: value[begin : begin + step] for name, value in tensors.items() if name != "weight_shape"}
+        part["weight_shape"] = torch.tensor([min(step, rows - begin), columns])
+        dense[begin : begin + step] = PackedQuantizationCompressor.decompress(part, scheme)["weight"]
+    return dense
 
 
 def unpack_codes(tensors: dict[str, Tensor], grid: Grid) -> Tensor:
     """The codes behind packed tensors, int8 `[out_features, in_features]`: the inverse of `pack`."""
-    return unpack_from_int32(tensors["weight_packed"], grid.storage_bits, torch.Size(tensors["weight_shape"].tolist()))
+    rows, columns = tensors["weight_shape"].tolist()
+    codes = torch.empty(rows, columns, dtype=torch.int8)
+    step = _rows(codes)
+    for begin in range(0, rows, step):
+        packed = tensors["weight_packed"][begin : begin + step]
+        codes[begin : begin + step] = unpack_from_int32(packed, grid.storage_bits, torch.Size((len(packed), columns)))
+    return codes
+
+
+def _rows(matrix: Tensor) -> int:
+    """Rows of a matrix that go through the library at once."""
+    return max(1, CHUNK_WEIGHTS // matrix.shape[1])

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from compressed_tensors.compressors import PackedQuantizationCompressor
 from compressed_tensors.quantization import DEFAULT_QUANTIZATION_METHOD, QuantizationConfig, QuantizationScheme
-from torch import Tensor
+from compressed_tensors.utils.match import match_targets
+from torch import Tensor, nn
 
 from gsq_module.export.packing import PACK_FORMAT, unpack
 from gsq_module.streaming.checkpoint import Checkpoint
+from gsq_module.streaming.tree import meta_model
 
 CONFIG_FILE = "config.json"
 
@@ -22,24 +24,27 @@ class PackedCheckpoint(Checkpoint):
 
     Args:
         directory: A folder as for `Checkpoint`.
-        scheme: How all of its packed weights are stored.
+        schemes: How its packed weights are stored. Where there are several, modules are told apart as the library
+            does it, by name or class, so that config.json is needed.
 
     Raises:
         FileNotFoundError: As `Checkpoint`.
     """
 
-    def __init__(self, directory: str | Path, scheme: QuantizationScheme) -> None:
-        self._scheme = scheme
+    def __init__(self, directory: str | Path, schemes: Sequence[QuantizationScheme]) -> None:
+        self._schemes = schemes
         self._stored = Checkpoint(directory)
         self._packed: dict[str, list[str]] = {}  # dense name -> names of the tensors it is decompressed from
         super().__init__(directory)
 
     def _locate_tensors(self) -> dict[str, str]:
         stored = super()._locate_tensors()
-        suffixes = PackedQuantizationCompressor.compression_param_names(self._scheme)
+        modules = [name.removesuffix(".weight_packed") for name in stored if name.endswith(".weight_packed")]
+        self._scheme_of = _match(self.directory, modules, self._schemes)
         for name in stored:
             module, _, kind = name.rpartition(".")
             if kind == "weight_packed":
+                suffixes = PackedQuantizationCompressor.compression_param_names(self._scheme_of[module])
                 self._packed[f"{module}.weight"] = [f"{module}.{suffix}" for suffix in suffixes]
         parts = {part for names in self._packed.values() for part in names}
         dense = {}
@@ -62,13 +67,28 @@ class PackedCheckpoint(Checkpoint):
         for name in names:
             if name in self._packed:
                 packed = {part.rpartition(".")[2]: stored[part] for part in self._packed[name]}
-                result[name] = unpack(packed, self._scheme)
+                result[name] = unpack(packed, self._scheme_of[name.removesuffix(".weight")])
         return result
+
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        return self.tensor(name)[begin:end] if name in self._packed else super().rows(name, begin, end)
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._packed:
             return super().shape(name)
         return tuple(self._stored.tensor(f"{name}_shape").tolist())
+
+
+def _match(
+    directory: Path, modules: Sequence[str], schemes: Sequence[QuantizationScheme]
+) -> dict[str, QuantizationScheme]:
+    """The scheme of each packed module: by the name that a scheme gives, else by its class."""
+    if len(schemes) == 1:
+        return dict.fromkeys(modules, schemes[0])
+    tree = dict(meta_model(directory).named_modules())
+    unknown = nn.Linear(1, 1, device="meta")  # transformers' own name of it may be another
+    by_target = {target: scheme for scheme in schemes for target in scheme.targets}
+    return {name: by_target[match_targets(name, tree.get(name, unknown), by_target)[0]] for name in modules}
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
@@ -89,13 +109,13 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         return Checkpoint(directory)
     if found.get("quant_method") == DEFAULT_QUANTIZATION_METHOD and found.get("format") == PACK_FORMAT:
         schemes = list(QuantizationConfig.model_validate(found).config_groups.values())
-        if len(schemes) == 1 and isinstance(schemes[0], QuantizationScheme) and schemes[0].input_activations is None:
-            return PackedCheckpoint(directory, schemes[0])
+        if all(isinstance(scheme, QuantizationScheme) and scheme.input_activations is None for scheme in schemes):
+            return PackedCheckpoint(directory, schemes)
     groups = found.get("config_groups", {})
     raise ValueError(
         f"{directory} is quantized with quant_method {found.get('quant_method')!r}, format {found.get('format')!r}, "
         f"{len(groups)} config groups. What can be read is a model in float (no quantization_config in {CONFIG_FILE}) "
-        f"or {DEFAULT_QUANTIZATION_METHOD} with format {PACK_FORMAT}, one config group, weights only."
+        f"or {DEFAULT_QUANTIZATION_METHOD} with format {PACK_FORMAT}, weights only."
     )
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gsq_module.export.folder import MARKER_FILE, check_destination, replaced_folder
-from gsq_module.export.packing import pack, quantization_config
+from gsq_module.export.packing import OuterPart, pack, quantization_config
 from gsq_module.export.reader import CONFIG_FILE, stored_quantization
 from gsq_module.quantization.grid import Grid, QuantizedWeight
 from gsq_module.streaming.checkpoint import INDEX_FILE, Checkpoint
@@ -57,6 +57,7 @@ def export_checkpoint(
     tied: Sequence[str] = (),
     extra_config: dict[str, Any] | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    outer: Sequence[OuterPart] = (),
 ) -> ExportReport:
     """Writes `source` with some of its linears replaced by packed codes, as compressed-tensors `pack-quantized`.
 
@@ -69,12 +70,14 @@ def export_checkpoint(
             tokenizer, the generation settings, custom code and licences.
         destination: Folder of the export: a new one, an empty one, or an older export.
         quantized: Codes and scales by module name (`model.layers.0.mlp.gate_proj`). One is asked for at a time.
-        grid: The grid of all the codes.
+        grid: The grid of all the codes, but for those of `outer`.
         group_size: Input columns a scale.
         ignore: Module names of exactly the linears that stay in float.
         tied: Tensor names that are left out because another tensor holds the same weight (`lm_head.weight`).
         extra_config: Further top-level keys of config.json.
         max_shard_bytes: Largest shard, unless a single tensor is larger.
+        outer: Embedding and head, where `quantized` holds them. A tied head, which transformers cannot tie to packed
+            codes, is written beside its embedding, and config.json no longer ties them.
 
     Raises:
         ValueError: The destination may not be replaced, the disk is too full, the names do not fit the source (all of
@@ -89,9 +92,12 @@ def export_checkpoint(
     if not config_file.is_file():
         raise FileNotFoundError(f"{source.directory} has no {CONFIG_FILE}: the export would not load without it")
     config = json.loads(config_file.read_text(encoding="utf-8")) | (extra_config or {})
-    config = _with_rope_theta(config) | {"quantization_config": quantization_config(grid, group_size, ignore)}
+    config = _with_rope_theta(config) | {"quantization_config": quantization_config(grid, group_size, ignore, outer)}
+    if outer:
+        config = _untied(config)
+    formats = _Formats(grid, group_size, {part.module: part for part in outer})
 
-    shards, weight_bytes = _plan_shards(source, module_of, grid, group_size, set(tied), max_shard_bytes)
+    shards, weight_bytes = _plan_shards(source, module_of, formats, set(tied), max_shard_bytes)
     companions = _companion_files(source.directory)
     with replaced_folder(destination) as folder:
         _check_disk(folder, destination, weight_bytes + sum(path.stat().st_size for path in companions))
@@ -99,7 +105,7 @@ def export_checkpoint(
         weight_map: dict[str, str] = {}
         for number, names in enumerate(shards, start=1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            tensors = _shard_tensors(source, names, module_of, quantized, grid, group_size, totals)
+            tensors = _shard_tensors(source, names, module_of, quantized, formats, totals)
             save_file(tensors, folder / file, metadata={"format": "pt"})
             # safetensors makes its files readable by their owner only; a server often is another user.
             shutil.copymode(folder / MARKER_FILE, folder / file)
@@ -115,6 +121,20 @@ def export_checkpoint(
             text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
             (folder / name).write_text(text, encoding="utf-8")
     return report
+
+
+@dataclass
+class _Formats:
+    """How each module's codes are stored."""
+
+    grid: Grid
+    group_size: int
+    outer: dict[str, OuterPart]
+
+    def of(self, module: str) -> tuple[Grid, int, list[str]]:
+        """Grid, group size, and the names under which the codes are stored."""
+        part = self.outer.get(module)
+        return (self.grid, self.group_size, [module]) if part is None else (part.grid, part.group_size, part.modules)
 
 
 @dataclass
@@ -159,8 +179,7 @@ def _check_names(source: Checkpoint, module_of: dict[str, str], ignore: Iterable
 def _plan_shards(
     source: Checkpoint,
     module_of: dict[str, str],
-    grid: Grid,
-    group_size: int,
+    formats: _Formats,
     tied: set[str],
     max_shard_bytes: int,
 ) -> tuple[list[list[str]], int]:
@@ -173,8 +192,9 @@ def _plan_shards(
         if name not in module_of:
             return tensor.nbytes
         rows, columns = tensor.shape
+        grid, group_size, modules = formats.of(module_of[name])
         packed = 4 * rows * math.ceil(columns * grid.storage_bits / 32)
-        return packed + rows * columns // group_size * tensor.element_size()
+        return len(modules) * (packed + rows * columns // group_size * tensor.element_size())
 
     shards: list[list[str]] = []
     total = 0
@@ -194,8 +214,7 @@ def _shard_tensors(
     names: list[str],
     module_of: dict[str, str],
     quantized: Mapping[str, QuantizedWeight],
-    grid: Grid,
-    group_size: int,
+    formats: _Formats,
     totals: _Totals,
 ) -> dict[str, Tensor]:
     in_float = source.tensors(name for name in names if name not in module_of)
@@ -206,6 +225,7 @@ def _shard_tensors(
             result[name] = in_float[name]
             continue
         module = module_of[name]
+        grid, group_size, modules = formats.of(module)
         weight = quantized[module]
         expected = source.shape(name)
         if weight.codes.shape != expected or weight.group_size != group_size:
@@ -218,11 +238,21 @@ def _shard_tensors(
         except ValueError as error:
             raise ValueError(f"{module}: {error}") from error
         totals.quantized_parameters += weight.codes.numel()
-        totals.packed_bytes += packed["weight_packed"].nbytes
-        totals.scale_bytes += packed["weight_scale"].nbytes
+        totals.packed_bytes += len(modules) * packed["weight_packed"].nbytes
+        totals.scale_bytes += len(modules) * packed["weight_scale"].nbytes
         result.update({f"{module}.{kind}": tensor for kind, tensor in packed.items()})
+        for copy in modules[1:]:  # no two names of a file may share memory
+            result.update({f"{copy}.{kind}": tensor.clone() for kind, tensor in packed.items()})
     totals.total_bytes += sum(tensor.nbytes for tensor in result.values())
     return result
+
+
+def _untied(config: dict[str, Any]) -> dict[str, Any]:
+    """Embedding and head apart, in the sections that a model may read it from."""
+    config = config | {"tie_word_embeddings": False}
+    if "tie_word_embeddings" in (config.get("text_config") or {}):
+        config["text_config"] = _untied(config["text_config"])
+    return config
 
 
 def _with_rope_theta(config: dict[str, Any]) -> dict[str, Any]:

@@ -117,17 +117,17 @@ def _system() -> dict[str, Any]:
 def _driver() -> dict[str, Any]:
     """`version`; `memory` (used and free bytes by GPU) and `processes` (by GPU), by the GPUs' UUIDs."""
     memory = answer(
-        lambda: {line[0]: line[1:] for line in _nvidia_smi("gpu=uuid,memory.used,memory.free,driver_version")}
+        lambda: {line[0]: line[1:] for line in nvidia_smi("gpu=uuid,memory.used,memory.free,driver_version")}
     )
     versions = [] if isinstance(memory, str) else [line[2] for line in memory.values()]
     return {
         "version": versions[0] if versions else answer(_driver_version_of_the_kernel),
         "memory": memory,
-        "processes": answer(lambda: _nvidia_smi("compute-apps=gpu_uuid,pid,used_memory,process_name")),
+        "processes": answer(lambda: nvidia_smi("compute-apps=gpu_uuid,pid,used_memory,process_name")),
     }
 
 
-def _nvidia_smi(query: str) -> list[list[str]]:
+def nvidia_smi(query: str) -> list[list[str]]:
     """Rows of `nvidia-smi --query-<query>`; the last column may hold commas."""
     command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gsq_module.memory.sizes import BlockShape, Job, UnitShape
+from gsq_module.memory.sizes import PLACED_ROWS, ROW_CHUNK_WEIGHTS, BlockShape, Job, OuterShape, UnitShape
 
 MIB = 2**20
 
@@ -24,7 +24,8 @@ an H200 by benchmarks/memory.py (device memory in use less what the allocator ho
 CUBLAS_BYTES = 64 * MIB
 """Workspaces that cuBLAS and cuBLASLt keep in torch's allocator, once a matrix product has run."""
 NCCL_BYTES = 640 * MIB
-"""NCCL's buffers of one rank (field-notes.md: 0.5-0.7 GiB on PCIe cards)."""
+"""NCCL's buffers of one rank as it sets itself up, none of the recipe's `nccl` keys set (field-notes.md: 0.5-0.7 GiB on
+PCIe cards, 0.4 over NVLink). benchmarks/nccl_memory.py measures it, and what the keys save."""
 FRAGMENT_FRACTION = {True: 0.03, False: 0.14}
 """What the caching allocator reserves beyond what it hands out, of the peak, with expandable segments and without: on
 an H200 0.02 in a refinement, and 0.14 at the wall (docs/memory.md)."""
@@ -32,8 +33,13 @@ CHUNK_BYTES = 64 * MIB
 """A temporary of a row chunk (relaxation.MAX_TEMPORARY_BYTES)."""
 SETUP_CHUNKS, EAGER_CHUNKS = 4, 7
 """How many of them there are at once while logits are set up, and in an eager optimizer step."""
+ROW_CHUNK_BYTES = 16
+"""What a weight of a row chunk of embedding or head takes at once: in float32 itself, its error and that weighed, and
+codes; or, while it is rounded, in its own dtype and three times in float32."""
 HEAD_TOKENS = 256
 """Positions whose logits are computed at once (evaluation.HEAD_TOKENS)."""
+LOGIT_TOKENS = 512
+"""Positions whose logits the final pass compares at once (scale_tuning.LOGIT_TOKENS)."""
 FLOAT32 = 4
 ANOTHER = "(another result, so another run_dir)"
 
@@ -119,16 +125,29 @@ class MemoryPlan:
         codes = 2 * max(unit.weights for kind in self.blocks for unit in kind.units)
         stores = self._stored("memory") + self._kept("memory")
         pinned = 5 * self._hidden(max(self.job.forward_batch, self.job.microbatch) * self.job.seq_len)
-        return block + codes + stores + pinned + max(self.job.vocabulary_bytes, self.job.head_bytes)
+        # codes, packed ones, and the file of them
+        outer = max((part.weights + 2 * part.packed_bytes for part in self.job.outer), default=0)
+        return block + codes + stores + pinned + max(self.job.vocabulary_bytes, self.job.head_bytes) + outer
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Weights of the exported checkpoint."""
+        outer = sum(part.copies * part.packed_bytes for part in self.job.outer)
+        return self._packed_blocks + outer + self.job.float_bytes
+
+    @property
+    def _packed_blocks(self) -> int:
+        weights = sum(unit.weights * len(kind.indices) for kind in self.blocks for unit in kind.units)
+        return weights * self.job.storage_bits // 8 + weights // self.job.group_size * 2
 
     @property
     def disk_bytes(self) -> int:
-        """Disk of the run directory: refined and initial unit shards, export, hidden states stored as files."""
-        weights = sum(unit.weights * len(kind.indices) for kind in self.blocks for unit in kind.units)
-        scales = weights // self.job.group_size * 2
-        shards = weights * self.job.storage_bits // 8 + scales
-        sets = 3 if self.job.measure_initial else 2
-        return sets * shards + self.job.float_bytes + self._stored("disk") + self._kept("disk")
+        """Disk of the run directory: units (refined, initial, scales trained), export, all ranks' hidden states."""
+        outer = sum(part.packed_bytes for part in self.job.outer)
+        sets = 2 if self.job.measure_initial else 1
+        tuned = self._packed_blocks if self.job.final_pass else 0
+        stored = self.job.world_size * (self._stored("disk") + self._kept("disk"))
+        return sets * (self._packed_blocks + outer) + tuned + self.checkpoint_bytes + stored
 
     def remedies(self, stage: str) -> list[tuple[str, int]]:
         """Changes of the recipe that lower a stage's peak, and the bytes each saves, in order of gain."""
@@ -156,8 +175,12 @@ class MemoryPlan:
             yield f"--model.refinement.logit_dtype bfloat16 {ANOTHER}", self.changed(logit_itemsize=2)
         if job.gptq:
             yield f"--model.initializer rtn {ANOTHER}", self.changed(gptq=False)
+        if job.final_pass:
+            yield f"--model.final_pass.epochs 0 {ANOTHER}", self.changed(final_pass=False)
         if job.reload:
             yield "--reload_max_gib 0", self.changed(reload=False)
+        if job.strategy == "ddp":
+            yield "--trainer.strategy sharded", self.changed(strategy="sharded")
         if job.candidates > 4:
             yield f"--model.bits 2 {ANOTHER}", self.changed(candidates=4, windowed=False)
 
@@ -190,20 +213,34 @@ class MemoryPlan:
         job = self.job
         forward_tokens = job.forward_batch * job.seq_len
         hidden = self._hidden(forward_tokens)
+        # in int8, as dequantized, and as one factor of that
+        placed = {"dequantized rows": PLACED_ROWS * job.hidden_size * (1 + 2 * job.itemsize)} if job.outer else {}
+        for part in job.outer:
+            if part.kind == "embedding" or not job.gptq:
+                yield StagePlan(part.kind, None, None, self._row_chunk(part))
         yield StagePlan(
             "embed", None, None,
-            {"embedding": job.vocabulary_bytes, "hidden states": 3 * hidden, "stores": self._on_device()},
+            placed | {"embedding": job.vocabulary_bytes, "hidden states": 3 * hidden, "stores": self._on_device()},
         )  # fmt: skip
         for kind in self.blocks:
             yield from self._block_stages(kind, hidden, forward_tokens)
+        for part in job.outer:
+            if part.kind == "head" and job.gptq:
+                yield StagePlan("head", None, None, self._head(part, hidden))
+        if job.final_pass:
+            yield StagePlan("final_pass", None, None, self._final_pass())
         largest = max(self.blocks, key=lambda kind: kind.nbytes + kind.forward)
         evaluation = job.evaluation_seq_len / job.seq_len
         tokens = min(HEAD_TOKENS, job.evaluation_seq_len)
+        heads = {"head": job.head_bytes}
+        if any(part.kind == "head" or part.copies > 1 for part in job.outer):
+            heads["original head"] = job.head_bytes
         pieces = [
             {"block": largest.nbytes, "working set": int(largest.forward * min(1.0, evaluation)), "hidden": 4 * hidden},
             # in float32: log-probabilities of both models, and the divergence's three temporaries
-            {"head": job.head_bytes, "logits": 5 * FLOAT32 * tokens * job.vocabulary, "cuBLAS": CUBLAS_BYTES},
-            {"embedding": job.vocabulary_bytes, "hidden states": 3 * hidden},
+            heads | {"logits": 5 * FLOAT32 * tokens * job.vocabulary, "cuBLAS": CUBLAS_BYTES},
+            placed | {"head": job.head_bytes, "cuBLAS": CUBLAS_BYTES},
+            placed | {"embedding": job.vocabulary_bytes, "hidden states": 3 * hidden},
         ]
         stored = {"stores": self.evaluation_store_bytes if job.evaluation_store == "device" else 0}
         yield StagePlan("evaluate", None, None, stored | self._highest(pieces))
@@ -259,6 +296,55 @@ class MemoryPlan:
             yield StagePlan("refine", index, unit.kind, resident | frozen | self._highest(pieces))
         yield StagePlan("propagate", index, None, passing)
 
+    def _final_pass(self) -> Terms:
+        """Both models whole; of the quantized one a dense block at a time, and what one microbatch needs."""
+        job = self.job
+        weights = sum(unit.weights * len(kind.indices) for kind in self.blocks for unit in kind.units)
+        dense = max(sum(unit.weights for unit in kind.units) for kind in self.blocks)
+        tokens = job.microbatch * job.seq_len
+        forward = max(kind.forward for kind in self.blocks) * job.microbatch // job.forward_batch
+        blocks = sum(len(kind.indices) for kind in self.blocks)
+        return {
+            "original model": job.model_bytes,
+            "codes": weights,
+            "rest in float": job.model_bytes - job.itemsize * weights,
+            # scale, gain, its gradient, Adam's two moments
+            "scales": weights // job.group_size * (job.itemsize + 4 * FLOAT32),
+            "dense block and its gradients": 2 * job.itemsize * dense,
+            "hidden states": (blocks + 1) * self._hidden(tokens),
+            "working set": 2 * forward,
+            "logits": 3 * job.itemsize * tokens * job.vocabulary
+            + 4 * FLOAT32 * min(tokens, LOGIT_TOKENS) * job.vocabulary,
+            "cuBLAS": CUBLAS_BYTES,
+        }
+
+    def _row_chunk(self, part: OuterShape) -> Terms:
+        """Rows of embedding or head under way on this rank, and the codes of all ranks."""
+        ranks = self.job.world_size
+        chunk = min(ROW_CHUNK_WEIGHTS, -(-part.rows // ranks) * part.columns)
+        return {"rows": ROW_CHUNK_BYTES * chunk, "gathered codes": (ranks + 1) * chunk if ranks > 1 else 0}
+
+    def _head(self, part: OuterShape, hidden: int) -> Terms:
+        """The highest moment of GPTQ on the head, and of the way there."""
+        square = FLOAT32 * part.columns**2
+        stored = {"stores": self._on_device(), "cuBLAS": CUBLAS_BYTES}
+        pieces = [
+            {"hidden states": 5 * hidden, "Hessians": square},
+            {"Hessians": square, "factorization": 2 * square},
+            {"Hessians": square, "factor": square} | self._row_chunk(part),
+        ]
+        if self.job.float_blocks:
+            pieces += [
+                {
+                    "block": kind.nbytes,
+                    "calls": kind.calls,
+                    "working set": kind.forward,
+                    "batches under way": 3 * hidden,
+                }
+                for kind in self.blocks
+            ]
+        return stored | self._highest(pieces)
+
     def _solve(self, unit: UnitShape) -> Terms:
         """The highest moment of a unit's initial codes, one linear after the other; finished codes go to the host."""
         job = self.job
@@ -270,12 +356,12 @@ class MemoryPlan:
                 # float32 copy; the rounded codes in float32 and, at the end, in int8
                 pieces.append({"weight": FLOAT32 * size, "codes in float32": 2 * FLOAT32 * size})
                 continue
+            # One that linears share goes when the last of them has read it.
+            if cols in waiting and all(other != cols for _, other in unit.linears[position + 1 :]):
+                waiting.remove(cols)
             hessians = {"Hessians": sum(FLOAT32 * n * n for n in waiting)}
             pieces.append(hessians | {"factorization": 2 * square})
             pieces.append(hessians | {"factor": square, "weight": FLOAT32 * size, "codes": size})
-            # One that linears share goes with the last of them.
-            if cols in waiting and all(other != cols for _, other in unit.linears[position + 1 :]):
-                waiting.remove(cols)
         return self._highest(pieces)
 
     def _hidden(self, tokens: int) -> int:
@@ -283,16 +369,18 @@ class MemoryPlan:
 
     @property
     def store_bytes(self) -> int:
-        """Hidden states of all samples: the quantized stream; inputs and targets or the residual; goals."""
+        """Hidden states of this rank's samples: the quantized stream; inputs and targets or the residual; goals."""
         job = self.job
+        samples = -(-job.samples // job.world_size)
         units = max(len(kind.units) for kind in self.blocks)
         count = (3 if job.cached else 2) + (units if job.original_stream else 0)
-        return count * job.samples * job.seq_len * job.hidden_size * job.store_itemsize
+        return count * samples * job.seq_len * job.hidden_size * job.store_itemsize
 
     @property
     def evaluation_store_bytes(self) -> int:
-        """Hidden states of all evaluation texts."""
-        return self._hidden(self.job.evaluation_samples * self.job.evaluation_seq_len)
+        """Hidden states of this rank's share of all evaluation texts."""
+        samples = -(-self.job.evaluation_samples // self.job.world_size)
+        return self._hidden(samples * self.job.evaluation_seq_len)
 
     def _stored(self, place: str) -> int:
         """Hidden states in one place; those of evaluation and of calibration are never there together."""

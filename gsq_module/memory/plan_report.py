@@ -91,6 +91,7 @@ def as_dict(plan: MemoryPlan, free: int) -> dict[str, Any]:
         "overhead": plan.overhead,
         "host": plan.host_bytes,
         "disk": plan.disk_bytes,
+        "checkpoint": plan.checkpoint_bytes,
         "stages": [
             {"stage": s.stage, "block": s.block, "unit": s.unit, "allocated": s.allocated, "terms": s.terms}
             for s in plan.stages
@@ -120,6 +121,9 @@ def render(plan: MemoryPlan, free: int) -> Group:
         ranks.add_row(str(row["devices"]), row["strategy"], format_bytes(row["needed"]), row["tightest"], style=style)
     others = Table(title="Elsewhere", show_header=False)
     others.add_row("host memory of a rank, beside Python and torch", format_bytes(plan.host_bytes))
+    others.add_row(
+        "exported checkpoint", f"{format_bytes(plan.checkpoint_bytes)} ({plan.checkpoint_bytes / 1e9:.1f} GB)"
+    )
     others.add_row("disk under run_dir", format_bytes(plan.disk_bytes))
     others.add_row(f"hidden states ({plan.job.store})", format_bytes(plan.store_bytes))
     others.add_row("context, NCCL (not tensors)", format_bytes(plan.overhead))

@@ -49,6 +49,7 @@ def find_remedies(
     if verdict.kind in _NCCL_KINDS:
         # It says what failed, which the error does not.
         remedies.insert(0, Remedy("NCCL_DEBUG=WARN before the command: NCCL then says what failed, on which rank"))
+        remedies.insert(1, Remedy("--nccl.max_ctas 4 --nccl.buffsize 1048576: smaller buffers of NCCL's, slower"))
     return tuple(remedies)
 
 
@@ -108,7 +109,7 @@ def _of_stage(place: Place) -> list[str]:
     return [smaller, store, others]
 
 
-_WITHOUT_BATCHES = ("initialize", "export")
+_WITHOUT_BATCHES = ("embedding", "initialize", "export")
 """Stages that hold no batch."""
-_FORWARD = ("embed", "original", "capture", "propagate", "evaluate")
+_FORWARD = ("embed", "original", "capture", "propagate", "head", "evaluate")
 """Stages whose batches are those outside refinement."""

@@ -4,6 +4,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ROW_CHUNK_WEIGHTS = 2**25
+"""Weights of an embedding or a head that a rank quantizes at once."""
+PLACED_ROWS = 8192
+"""Rows of one that are dequantized at once."""
+
+
+@dataclass(frozen=True)
+class OuterShape:
+    """A quantized embedding or head.
+
+    Attributes:
+        kind: `embedding` or `head`.
+        rows: The vocabulary.
+        columns: The hidden size.
+        bits: Bits a code takes in the export.
+        group_size: Columns that share a scale.
+        copies: How often the export holds it: twice where it is embedding and head.
+    """
+
+    kind: str
+    rows: int
+    columns: int
+    bits: int
+    group_size: int
+    copies: int
+
+    @property
+    def weights(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def packed_bytes(self) -> int:
+        """Codes and scales as they are stored, once."""
+        return self.rows * 4 * -(-self.columns * self.bits // 32) + 2 * self.weights // self.group_size
+
 
 @dataclass(frozen=True)
 class UnitShape:
@@ -93,7 +128,10 @@ class Job:
         strategy: `single`, `ddp` or `sharded`.
         model_bytes: All weights in the compute dtype, tied ones once.
         reload: Whether the export is also loaded whole.
+        final_pass: Whether all scales are trained together at the end.
         float_bytes: Weights that stay in float, in the export's dtype.
+        outer: Embedding and head, where they are quantized.
+        float_blocks: Blocks behind the quantized ones.
     """
 
     hidden_size: int
@@ -126,4 +164,7 @@ class Job:
     strategy: str
     model_bytes: int
     reload: bool
+    final_pass: bool
     float_bytes: int
+    outer: tuple[OuterShape, ...] = ()
+    float_blocks: int = 0

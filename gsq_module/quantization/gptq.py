@@ -3,7 +3,7 @@
 The weights of a group are complete, all earlier errors passed on, when its scale is searched. Rows do not depend on
 each other, given the factor of the inverse Hessian: on CUDA a kernel takes each of them through a block of columns.
 
-Peak memory: three float32 matrices of in_features squared, the Hessian itself among them; then two, and the weight.
+Peak memory: two float32 matrices of in_features squared, and the Hessian itself where it is kept.
 """
 
 from __future__ import annotations
@@ -56,18 +56,20 @@ def gptq(
     signed: bool = True,
     damping: float = 0.01,
     fused: bool = True,
+    keep: bool = True,
 ) -> GPTQResult:
     """Quantize one linear layer.
 
     Args:
         weight: `[out_features, in_features]`, any floating dtype; not modified.
-        hessian: Of its inputs. Not modified.
+        hessian: Of its inputs.
         grid: Target grid.
         group_size: Input columns that share a scale; divides `in_features`.
         scale_dtype: The export's dtype.
         signed: Search both signs of the scale on lopsided grids.
         damping: Fraction of the mean diagonal added to the diagonal.
         fused: Use the Triton kernels where they can serve (CUDA).
+        keep: Whether the Hessian is needed again; otherwise its matrix is given up once it has been read.
 
     Returns:
         The result. A linear that no token reached, or whose Hessian has no Cholesky factor after four attempts, is
@@ -78,19 +80,50 @@ def gptq(
     """
     if not bool(torch.isfinite(weight).all()):
         raise ValueError(f"{hessian.name}: the checkpoint's weight is not finite")
+    factor, note = factorize(hessian, damping, keep)
+    if factor is None:
+        return GPTQResult(round_to_nearest(weight, grid, group_size, scale_dtype, signed, fused), "rtn", note)
+    return GPTQResult(solve(weight, factor, grid, group_size, scale_dtype, signed, fused), "gptq", note)
+
+
+def factorize(hessian: Hessian, damping: float, keep: bool = True) -> tuple[Tensor | None, str]:
+    """The factor of a Hessian's inverse, and what is unusual about it; `keep` as in `gptq`.
+
+    Returns:
+        The factor `[in_features, in_features]` with a remark, empty in the ordinary case; or None with the reason why
+        there is none.
+    """
     hessian.check()
     if hessian.num_tokens == 0:
-        return _rounded(
-            weight, grid, group_size, scale_dtype, signed, fused, hessian.name, "no calibration token reached it"
-        )
-    factor, used_damping = inverse_factor(hessian.matrix.float(), damping)
-    if factor is None:
-        return _rounded(
-            weight, grid, group_size, scale_dtype, signed, fused, hessian.name, "its Hessian is not invertible"
-        )
-    note = _note(hessian, used_damping if used_damping != damping else None)
+        factor, note = None, "no calibration token reached it"
+    else:
+        in_features, dead = len(hessian.matrix), int((hessian.matrix.diagonal() == 0).sum())
+        factor, used_damping = inverse_factor(hessian, damping, keep)
+        note = "its Hessian is not invertible"
+        if factor is not None:
+            note = _note(hessian.num_tokens, in_features, dead, used_damping if used_damping != damping else None)
     if note:
-        log.warning("%s: %s", hessian.name, note)
+        log.warning("%s: %s%s", hessian.name, "" if factor is not None else "rounded to nearest, ", note)
+    return factor, note
+
+
+@torch.no_grad()
+def solve(
+    weight: Tensor,
+    factor: Tensor,
+    grid: Grid,
+    group_size: int,
+    scale_dtype: torch.dtype,
+    signed: bool = True,
+    fused: bool = True,
+) -> QuantizedWeight:
+    """GPTQ proper, of any rows of a layer.
+
+    Args:
+        weight: `[rows, in_features]`, any floating dtype; not modified.
+        factor: `[in_features, in_features]`, of `factorize`.
+        grid: Target grid; the others as in `gptq`.
+    """
     work = weight.to(torch.float32, copy=True)
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], weight.shape[1] // group_size, dtype=scale_dtype, device=weight.device)
@@ -103,7 +136,7 @@ def gptq(
                 work[:, left:right], codes[:, left:right], scales[:, group], factor[left:right, left:right], grid, fused
             )
             work[:, right:].addmm_(errors, factor[left:right, right:], alpha=-1.0)
-    return GPTQResult(QuantizedWeight(codes, scales), "gptq", note)
+    return QuantizedWeight(codes, scales)
 
 
 def round_block(work: Tensor, codes: Tensor, scale: Tensor, factor: Tensor, grid: Grid, fused: bool = True) -> Tensor:
@@ -134,64 +167,55 @@ def round_block(work: Tensor, codes: Tensor, scale: Tensor, factor: Tensor, grid
     return errors
 
 
-def inverse_factor(matrix: Tensor, damping: float) -> tuple[Tensor | None, float]:
+def inverse_factor(hessian: Hessian, damping: float, keep: bool = True) -> tuple[Tensor | None, float]:
     """Upper Cholesky factor of the inverse of the damped Hessian.
 
     Columns that are always zero (dead) get the mean diagonal: they are rounded to nearest and pass no error on.
 
     With J the reversal of the order of columns and J H J = L L^T, the factor U of H^-1 = U^T U is J L^-1 J: one
     Cholesky factorization and one triangular inverse, where inverting H and factorizing that takes three such passes
-    and loses more digits. At most two matrices are held beside `matrix`.
+    and loses more digits. At most two matrices are held at a time, and the Hessian's where it is kept.
 
     Returns:
-        The factor `[in_features, in_features]`, or None, and the damping that was used.
+        The factor, float32 `[in_features, in_features]`, or None, and the damping that was used.
     """
-    diagonal = matrix.diagonal().clone()
+    reversed_ = hessian.matrix.float().flip(0, 1)
+    if not keep:
+        hessian.give_up()
+    diagonal = reversed_.diagonal().clone()
     dead = diagonal == 0
     mean = diagonal[~dead].mean() if bool((~dead).any()) else diagonal.new_tensor(1.0)
     diagonal[dead] = mean
     for attempt in range(MAX_ATTEMPTS):
         current = damping * 10.0**attempt
-        lower = matrix.flip(0, 1)
-        lower.diagonal().copy_((diagonal + current * mean).flip(0))
-        # In place: a symmetric matrix is its own transpose, and LAPACK's order is by columns.
-        info = torch.empty((), dtype=torch.int32, device=matrix.device)
-        torch.linalg.cholesky_ex(lower.mT, out=(lower.mT, info))
-        if int(info) != 0:
-            continue
-        inverse = torch.eye(len(matrix), device=matrix.device).mT
-        torch.linalg.solve_triangular(lower.mT, inverse, upper=False, out=inverse)
-        del lower
-        upper = inverse.flip(0, 1)
-        del inverse
-        if bool(torch.isfinite(upper.diagonal()).all()):
-            return upper, current
-    return None, current
+        reversed_.diagonal().copy_(diagonal + current * mean)
+        lower = _cholesky(reversed_)
+        if lower is not None:
+            break
+    else:
+        return None, current
+    del reversed_
+    # In place: LAPACK's order is by columns.
+    inverse = torch.eye(len(lower), device=lower.device).mT
+    torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
+    del lower
+    return inverse.flip(0, 1), current
 
 
-def _note(hessian: Hessian, raised_damping: float | None) -> str:
+def _cholesky(matrix: Tensor) -> Tensor | None:
+    """The lower Cholesky factor, or None where there is none that can be inverted."""
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    usable = int(info) == 0 and bool(torch.isfinite(lower.diagonal().reciprocal()).all())
+    return lower if usable else None
+
+
+def _note(tokens: int, in_features: int, dead: int, raised_damping: float | None) -> str:
     """What is unusual about a Hessian that was used all the same."""
-    in_features = len(hessian.matrix)
-    dead = int((hessian.matrix.diagonal() == 0).sum())
     remarks = []
-    if hessian.num_tokens < in_features:
-        remarks.append(f"only {hessian.num_tokens} calibration tokens for {in_features} input columns")
+    if tokens < in_features:
+        remarks.append(f"only {tokens} calibration tokens for {in_features} input columns")
     if dead:
         remarks.append(f"{dead} input columns always zero")
     if raised_damping is not None:
         remarks.append(f"damping raised to {raised_damping:g}")
     return ", ".join(remarks)
-
-
-def _rounded(
-    weight: Tensor,
-    grid: Grid,
-    group_size: int,
-    scale_dtype: torch.dtype,
-    signed: bool,
-    fused: bool,
-    name: str,
-    reason: str,
-) -> GPTQResult:
-    log.warning("%s: rounded to nearest, %s", name, reason)
-    return GPTQResult(round_to_nearest(weight, grid, group_size, scale_dtype, signed, fused), "rtn", reason)

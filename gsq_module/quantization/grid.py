@@ -20,7 +20,7 @@ class Grid:
     """Code values `low, low + step, ..., high` and how they are stored.
 
     Attributes:
-        name: What the recipe's `bits` says: `1`, `ternary`, `2`, `3` or `4`.
+        name: What the recipe's keys say: `1`, `ternary`, `2`, `3`, `4` or `8`.
         low: Smallest code.
         high: Largest code.
         step: Distance of neighbouring codes (2 on the 1-bit grid, which has no zero).
@@ -95,6 +95,9 @@ GRIDS: dict[int | str, Grid] = {
     4: Grid("4", -8, 7, 1, 4),
 }
 """Grids by the value of the recipe key `model.bits`."""
+
+OUTER_GRIDS: dict[int, Grid] = {4: GRIDS[4], 8: Grid("8", -128, 127, 1, 8)}
+"""Grids of embedding and head. They are rounded, not refined: the relaxation does not know the 8-bit one."""
 
 
 @dataclass

@@ -72,6 +72,10 @@ class Hessian:
                 self._dtype = dtype
                 return
 
+    def give_up(self) -> None:
+        """Free the matrix; what was counted stays."""
+        self.matrix = self.matrix.new_empty(0, 0)
+
     def check(self) -> None:
         """Wait for the batches added so far.
 

@@ -11,7 +11,7 @@ from gsq_module.atomic import write_atomically
 from gsq_module.memory.statistics import format_bytes
 from gsq_module.report import plots
 from gsq_module.report.record import Record
-from gsq_module.summary import TABLES
+from gsq_module.summary import TABLES, around_the_units
 
 PICTURES = {
     "errors": (plots.errors, "Error by block", "No unit was quantized."),
@@ -58,6 +58,9 @@ img { max-width: 100%; } .none { color: #777; font-style: italic; } .prompt { co
 <tr><td>{{ row[0] }}</td>{% for cell in row[1:] %}<td class="n">{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}
 </table>
+{% endfor %}
+{% for line in around %}
+<p>{{ line }}</p>
 {% endfor %}
 </section>
 {% for picture in pictures %}
@@ -143,10 +146,11 @@ def write_page(run_dir: Path, record: Record, drawn: dict[str, bytes]) -> Path:
         run_dir=run_dir.name,
         facts=_facts(record),
         tables=tables,
+        around=around_the_units(summary),
         pictures=pictures,
         coverage=summary["coverage"],
         quantized=f"{summary['coverage']['quantized_fraction']:.1%}",
-        notes={name: note for unit in summary["units"] for name, note in unit["notes"].items()},
+        notes={name: note for unit in [*summary["units"], *summary["outer"]] for name, note in unit["notes"].items()},
         continuations=summary["continuations"],
     )
     target = run_dir / "report" / "index.html"

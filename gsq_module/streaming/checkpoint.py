@@ -74,6 +74,11 @@ class Checkpoint:
         with safe_open(self.directory / self._file_of[name], framework="pt") as file:
             return file.get_tensor(name)
 
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Rows of a matrix in its stored dtype; the others are not read."""
+        with safe_open(self.directory / self._file_of[name], framework="pt") as file:
+            return file.get_slice(name)[begin:end]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape without reading the data."""
         with safe_open(self.directory / self._file_of[name], framework="pt") as file:

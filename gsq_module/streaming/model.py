@@ -7,12 +7,15 @@ family, without a class for each.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gsq_module.memory.sizes import PLACED_ROWS
+from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.streaming.activations import ActivationStore, batches
 from gsq_module.streaming.calls import BlockCall
 from gsq_module.streaming.checkpoint import Checkpoint
@@ -92,6 +95,19 @@ class StreamedModel:
         """Drop one block's weights."""
         _drop(self.blocks[index])
 
+    @contextmanager
+    def whole(self) -> Iterator[Any]:
+        """Yields the model with all its weights on the device; they are dropped at the end."""
+        blocks = [self.block_name(index) for index in range(self.num_blocks)]
+        paths = [*blocks, *dict.fromkeys(self.paths_around_blocks(head=False) + self.paths_around_blocks(head=True))]
+        try:
+            for path in paths:
+                self._load(path)
+            yield self.model
+        finally:
+            for path in paths:
+                _drop(self.model.get_submodule(path))
+
     def missing_weights(self) -> list[str]:
         """Weights that streaming needs and the checkpoint lacks: from names alone, nothing is read."""
         around = dict.fromkeys(self.paths_around_blocks(head=False) + self.paths_around_blocks(head=True))
@@ -130,6 +146,25 @@ class StreamedModel:
                 owner._buffers[leaf] = value
         return module
 
+    def _weights_name(self, path: str | None) -> str | None:
+        """The module path that hard weights of embedding or head are found by."""
+        return self.embedding_path if path == self.head_path and self.is_tied else path
+
+    def replaces_head(self, weights: Mapping[str, QuantizedWeight]) -> bool:
+        """Whether `head` with these hard weights is another one than the checkpoint's."""
+        return self._weights_name(self.head_path) in weights
+
+    @torch.no_grad()
+    def _place(self, path: str, weights: Mapping[str, QuantizedWeight]) -> None:
+        """Put hard weights into the loaded embedding or head, where there are any for it."""
+        name = self._weights_name(path)
+        if name is None or name not in weights:
+            return
+        target, weight = self.model.get_submodule(path).weight, weights[name]
+        for rows in batches(len(target), PLACED_ROWS):
+            part = QuantizedWeight(weight.codes[rows], weight.scales[rows])
+            target[rows].copy_(part.to(self.device).dequantize())
+
     def _fill_buffers(self, module: nn.Module) -> None:
         """Compute the buffers that no checkpoint holds (rotary frequencies, scales) by the model's own code."""
         for part in module.modules():
@@ -154,14 +189,16 @@ class StreamedModel:
         return paths
 
     @contextmanager
-    def _around_blocks(self, head: bool, embedding: bool = True):
+    def _around_blocks(self, head: bool, embedding: bool = True, head_weight: bool = True):
         """Load what the model's forward needs besides its blocks; drop it again.
 
         Args:
             head: What the head needs, which is no embedding; otherwise what the way to the first block needs.
             embedding: Whether the embedding's values matter there.
+            head_weight: Whether the head itself is called.
         """
         paths = self.paths_around_blocks(head)
+        paths = [path for path in paths if head_weight or path != self.head_path]
         one_row = head or not embedding
         try:
             paths = [path for path in paths if path != self.embedding_path or not one_row]
@@ -256,13 +293,20 @@ class StreamedModel:
         )
 
     @torch.no_grad()
-    def embed(self, tokens: Tensor, into: ActivationStore, batch_size: int) -> None:
+    def embed(
+        self,
+        tokens: Tensor,
+        into: ActivationStore,
+        batch_size: int,
+        quantized: Mapping[str, QuantizedWeight] | None = None,
+    ) -> None:
         """Hidden states before the first block.
 
         Args:
             tokens: int64 `[num_samples, seq_len]` in host memory.
             into: Store of as many samples.
             batch_size: Samples at a time.
+            quantized: Hard weights by module path; that of the embedding stands in for the checkpoint's.
         """
         caught: list[Tensor] = []
 
@@ -271,6 +315,7 @@ class StreamedModel:
             raise _StopForwardError
 
         with self._around_blocks(head=False), self._short_circuit(on_block):
+            self._place(self.embedding_path, quantized or {})
             for rows in batches(len(tokens), batch_size):
                 try:
                     self._forward(tokens[rows].to(self.device))
@@ -278,8 +323,12 @@ class StreamedModel:
                     into.write(rows, caught.pop())
 
     @contextmanager
-    def head(self):
-        """Yields a function from hidden states after the last block `[batch, length, hidden]` to float32 logits."""
+    def head(self, quantized: Mapping[str, QuantizedWeight] | None = None):
+        """Yields a function from hidden states after the last block `[batch, length, hidden]` to float32 logits.
+
+        Args:
+            quantized: Hard weights by module path; that of the head stands in for the checkpoint's.
+        """
 
         @torch.no_grad()
         def logits(hidden: Tensor) -> Tensor:
@@ -292,7 +341,38 @@ class StreamedModel:
                 return self._forward(tokens).logits.float()
 
         with self._around_blocks(head=True):
+            if self.head_path is not None:
+                self._place(self.head_path, quantized or {})
             yield logits
+
+    @contextmanager
+    def head_inputs(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Yields a function from hidden states after the last block to what the head is given: the last norm's output.
+
+        Both `[batch, length, hidden]`. The head's own weight is not loaded.
+        """
+        caught: list[Tensor] = []
+
+        def before_head(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            caught.append(args[0])
+            raise _StopForwardError
+
+        @torch.no_grad()
+        def inputs(hidden: Tensor) -> Tensor:
+            tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
+            with self._short_circuit(lambda index, args, kwargs: hidden):
+                try:
+                    self._forward(tokens)
+                except _StopForwardError:
+                    return caught.pop()
+            raise AssertionError(f"{self.head_path} was not called")
+
+        with self._around_blocks(head=True, head_weight=False):
+            handle = self.model.get_output_embeddings().register_forward_pre_hook(before_head)
+            try:
+                yield inputs
+            finally:
+                handle.remove()
 
 
 def _drop(module: nn.Module) -> None:

@@ -28,7 +28,12 @@ class SyntheticCheckpoint(Checkpoint):
         tree = model if model is not None else meta_model(self.directory)
         self._dtype = getattr(getattr(tree, "config", None), "dtype", None) or torch.bfloat16
         self._device = device
-        self._shapes = {name: tuple(value.shape) for name, value in tree.state_dict().items()}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        seen: set[int] = set()
+        for name, value in tree.state_dict(keep_vars=True).items():
+            if id(value) not in seen:  # a tied head is no tensor of its own, as in real checkpoints
+                self._shapes[name] = tuple(value.shape)
+            seen.add(id(value))
 
     def names(self) -> list[str]:
         return list(self._shapes)
@@ -44,7 +49,13 @@ class SyntheticCheckpoint(Checkpoint):
 
     def tensor(self, name: str) -> Tensor:
         """Normal numbers, small enough for hidden states of ordinary size; norms' weights are ones."""
-        shape = self._shapes[name]
+        return self._random(self._shapes[name])
+
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        rows, *others = self._shapes[name]
+        return self._random((len(range(rows)[begin:end]), *others))
+
+    def _random(self, shape: tuple[int, ...]) -> Tensor:
         if len(shape) < 2:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(std=0.02)

@@ -42,6 +42,30 @@ def meta_model(directory: Path) -> nn.Module:
         return model_class._from_config(config)
 
 
+def causal_lm_names(model: nn.Module) -> dict[str, str]:
+    """Names of the decoder's modules in the class that AutoModelForCausalLM builds, where that is another class.
+
+    A checkpoint with a vision tower (`model.language_model.layers`) can also be loaded as its text stack alone
+    (`model.layers`); what a configuration says of modules by name must hold there, too.
+
+    Returns:
+        Module path in that class by module path in `model`; empty where the classes are the same.
+    """
+    if not isinstance(model, transformers.PreTrainedModel):
+        return {}
+    try:
+        with torch.device("meta"):
+            other = transformers.AutoModelForCausalLM.from_config(model.config)
+    except ValueError:  # no such class
+        return {}
+    if type(other) is type(model):
+        return {}
+    here, there = (find_blocks(tree).rpartition(".")[0] for tree in (model, other))
+    names = {name for name, _ in other.named_modules()}
+    pairs = {name: there + name.removeprefix(here) for name, _ in model.named_modules() if name.startswith(f"{here}.")}
+    return {name: renamed for name, renamed in pairs.items() if renamed in names}
+
+
 def find_blocks(model: Any) -> str:
     """Path of the ModuleList that holds the decoder blocks.
 

@@ -84,6 +84,22 @@ def test_the_published_algorithm_refines_what_gptq_begins(bits, recipe, out, mon
     assert set(result["kl_divergence"]) == {"speeches", "python_topics", "wikipedia"}
 
 
+@pytest.mark.usefixtures("alone")
+def test_ours_takes_the_final_pass_and_the_others_do_not(recipe, out):
+    for method, passes in (("ours", True), ("published-16-fp32", False)):
+        fitted(method, recipe, out, "--model.final_pass.epochs=1", "--model.refinement.epochs=1")
+        summary = json.loads((out / method / "summary.json").read_text())
+        assert bool(summary["final_pass"]) is passes
+
+
+def test_a_budget_is_that_of_any_machine(recipe):
+    def budget(*words: str) -> str:
+        return accuracy.budget_of(recipe, words)
+
+    assert budget("--model.path", "here", "--model.gguf_file", "null") == budget("--model.path=there") == budget()
+    assert budget("--model.final_pass.epochs", "2") == budget("--model.final_pass.epochs=2") != budget()
+
+
 def row(method: str, seed: int, perplexity: float, **changes) -> dict:
     return {
         "method": method,

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+from gsq_module.cli import FREE_FIELDS
+
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+CARDS = sorted((ROOT / "recipes" / "cards").glob("*.yaml"))
 COMMAND = "recipes/run.py "
 
 pytestmark = pytest.mark.usefixtures("no_model")
@@ -46,8 +49,8 @@ def missing(wanted: Any, found: Any, key: str = "") -> list[str]:
     return [] if same else [key]
 
 
-def test_the_three_recipes_are_there() -> None:
-    assert {path.stem for path in RECIPES} >= {"smollm2_quickstart", "llama31_8b", "qwen3_8b"}
+def test_the_recipes_are_there() -> None:
+    assert {path.stem for path in RECIPES} >= {"smollm2_quickstart", "llama31_8b", "qwen3_8b", "qwen36_27b"}
 
 
 @each_recipe
@@ -57,6 +60,25 @@ def test_the_parser_takes_every_key(recipe: Path, run_cli) -> None:
     written = yaml.safe_load(recipe.read_text())
     assert missing(written, yaml.safe_load(outcome.out)) == []
     assert written["run_dir"].startswith("runs/"), "two recipes in one folder would refuse each other"
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda path: path.stem)
+@each_recipe
+def test_a_cards_file_behind_a_recipe_changes_what_it_names_and_nothing_that_shapes_the_result(
+    card: Path, recipe: Path, run_cli
+) -> None:
+    found = [
+        yaml.safe_load(run_cli("fit", *configs, "--print_config").out)
+        for configs in (("--config", recipe), ("--config", recipe, "--config", card))
+    ]
+    changes = yaml.safe_load(card.read_text())
+    assert missing(changes, found[1]) == []
+    for section, keys in changes.items():
+        assert {f"{section}.{key}" for key in keys} <= set(FREE_FIELDS)
+        for key in keys:
+            found[0][section].pop(key)
+            found[1][section].pop(key)
+    assert found[0] == found[1]
 
 
 def test_run_directories_differ() -> None:

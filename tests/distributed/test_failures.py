@@ -32,6 +32,8 @@ def test_a_rank_out_of_memory_ends_all_and_leaves_its_report(rank, strategy, lau
     report = tmp_path / "run" / "oom_reports" / f"rank{rank}.json"
     assert json.loads(report.read_text())["class"] == "device_memory"
     assert run.ended - report.stat().st_mtime < SECONDS
+    # Several ranks do not try again by themselves: the report says what to start again with.
+    assert "--data.microbatch_size N with a smaller N" in run.output
     assert units(run) == ["block_0000.attention.safetensors"]
     assert not (tmp_path / "run" / "export").exists()
     if rank == 1:  # what is on disk does not depend on the rank; the number of processes may change

@@ -66,3 +66,37 @@ def test_three_processes_share_rows_and_samples_that_do_not_divide(strategy, lau
     """128 training, 5 validation, 19 GPTQ and 9 evaluation samples; weights of 2, 32, 64 and 128 rows."""
     run = launch(tmp_path / "run", "--trainer.devices=3", f"--trainer.strategy={strategy}", *BARE)
     assert_same_result(run, alone)
+
+
+DEFAULT_RATE = ("--model.refinement.lr=2e-4", "--model.refinement.epochs=8", "--model.num_blocks=1", *BARE)
+"""Refinement's default learning rate, and steps enough to change codes by it; units whose inputs are the same."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "equal", "near"), [("float32", 1.0, 1e-5), ("bfloat16", 0.995, 2e-3)])
+def test_rounding_moves_few_codes_at_the_default_rate(dtype, equal, near, launch, tmp_path):
+    """Behind units that differ in a few codes, more of them differ: docs/experiments.md, "Several processes"."""
+    options = (f"--model.dtype={dtype}", f"--model.refinement.logit_dtype={dtype}", *DEFAULT_RATE)
+    single = launch(tmp_path / "single", *options)
+    assert single.status == 0, single.output
+    expected = summary_of(single.run_dir)
+    assert any(unit["kept"] == "refined" and unit["codes_changed"] > 0.01 for unit in expected["units"])
+    for strategy in ("ddp", "sharded"):
+        run = launch(tmp_path / strategy, *options, "--trainer.devices=2", f"--trainer.strategy={strategy}")
+        assert run.status == 0, run.output
+        assert equal_codes(run, single) >= equal
+        for name, value in summary_of(run.run_dir)["perplexity"].items():
+            assert value == pytest.approx(expected["perplexity"][name], rel=near)
+
+
+def test_two_processes_share_the_rows_of_embedding_and_head(launch, tmp_path):
+    """97 rows: they do not divide."""
+    options = ("--model.embedding_bits=8", "--model.head_bits=4", "--model.refinement.epochs=0", "--reload_max_gib=0")
+    one = launch(tmp_path / "one", *options)
+    two = launch(tmp_path / "two", *options, "--trainer.devices=2")
+    assert one.status == two.status == 0, one.output + two.output
+    assert contents(two.run_dir / "export") == contents(one.run_dir / "export")
+    for part, other in zip(summary_of(two.run_dir)["outer"], summary_of(one.run_dir)["outer"], strict=True):
+        assert part["refined_error"] == pytest.approx(other["refined_error"], rel=1e-6)
+        assert part["kept"] == other["kept"]
+    assert files_of(two) == files_of(one)

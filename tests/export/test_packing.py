@@ -8,10 +8,11 @@ import torch
 from export_helpers import random_weight
 from torch import Tensor
 
-from gsq_module.export.packing import pack, quantization_config, quantization_scheme, unpack
-from gsq_module.quantization.grid import GRIDS, Grid
+from gsq_module.export import packing
+from gsq_module.export.packing import pack, quantization_config, quantization_scheme, unpack, unpack_codes
+from gsq_module.quantization.grid import GRIDS, OUTER_GRIDS, Grid
 
-ALL_GRIDS = pytest.mark.parametrize("grid", GRIDS.values(), ids=lambda grid: grid.name)
+ALL_GRIDS = pytest.mark.parametrize("grid", [*GRIDS.values(), OUTER_GRIDS[8]], ids=lambda grid: grid.name)
 
 
 def code_by_hand(packed: Tensor, row: int, column: int, bits: int) -> int:
@@ -40,6 +41,20 @@ def test_unpacking_gives_the_dequantized_weight_bit_for_bit(grid: Grid, dtype: t
     dense = unpack(pack(weight, grid), quantization_scheme(grid, group_size))
     assert dense.dtype == dtype
     assert torch.equal(dense, weight.dequantize())
+
+
+@ALL_GRIDS
+def test_large_matrices_go_through_the_library_a_few_rows_at_a_time(grid: Grid, monkeypatch) -> None:
+    weight = random_weight(grid, 33, 80, 16)
+    whole, rows = pack(weight, grid), []
+    monkeypatch.setattr(packing, "CHUNK_WEIGHTS", 4 * 80 + 79)
+    library = packing.pack_to_int32
+    monkeypatch.setattr(packing, "pack_to_int32", lambda codes, bits: rows.append(len(codes)) or library(codes, bits))
+    packed = pack(weight, grid)
+    assert rows == [4] * 8 + [1]
+    assert all(torch.equal(packed[name], whole[name]) for name in whole)
+    assert torch.equal(unpack_codes(packed, grid), weight.codes)
+    assert torch.equal(unpack(packed, quantization_scheme(grid, 16)), weight.dequantize())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -46,6 +46,7 @@ def plan(blocks=None, **changes):
         evaluation_store="memory", expandable_segments=True, measure_initial=False,
         logit_itemsize=2, storage_bits=2, fused=True, gptq=True, original_stream=True, cached=True,
         store="memory", world_size=1, strategy="single", model_bytes=50 * GIB, reload=False, float_bytes=5 * GIB,
+        final_pass=False,
     )  # fmt: skip
     job = replace(job, **changes)
     forward, mlp = FORWARD * job.forward_batch // 4, unit(job.microbatch, job.forward_batch)
@@ -111,10 +112,10 @@ class TestTerms:
         capture, initialize = stage(plan(), "capture").terms, stage(plan(), "initialize").terms
         assert capture["Hessians"] == 4 * (HIDDEN**2 + INTERMEDIATE**2)
         assert capture["working set"] == CAPTURE
-        # of the last linear: the Hessian of the first two is gone, and codes go to the host
-        assert initialize["Hessians"] == 4 * INTERMEDIATE**2
+        # of the last linear: its Hessian goes once it has been read, and codes go to the host
+        assert initialize["Hessians"] == 0
         assert initialize["factorization"] == 2 * 4 * INTERMEDIATE**2
-        known = 2 * WEIGHTS + 100 * MIB + CALLS + 3 * 4 * INTERMEDIATE**2
+        known = 2 * WEIGHTS + 100 * MIB + CALLS + 2 * 4 * INTERMEDIATE**2
         assert stage(plan(), "initialize").allocated == known + initialize["cuBLAS"]
         rounded = plan(gptq=False)
         assert stage(rounded, "capture").terms.get("Hessians", 0) == 0
@@ -133,6 +134,15 @@ class TestTerms:
         made = plan((BlockShape((0,), 2 * WEIGHTS, 0, 0, (unit(capture=0),)),), gptq=False)
         # goal, residual, target and its square
         assert stage(made, "capture").terms["targets"] == 4 * 4 * 2 * ROW
+
+    def test_the_final_pass_has_both_models_on_the_device(self):
+        assert all(stage.stage != "final_pass" for stage in plan().stages)
+        terms = stage(plan(final_pass=True), "final_pass", None, None).terms
+        assert terms["original model"] == 50 * GIB
+        assert terms["codes"] == WEIGHTS * len(plan().blocks[0].indices)
+        assert terms["rest in float"] == 50 * GIB - 2 * terms["codes"]
+        remedies = plan(final_pass=True).remedies("final_pass")
+        assert any(text.startswith("--model.final_pass.epochs 0") for text, _ in remedies)
 
     def test_embedding_head_and_a_whole_reload(self):
         made = plan(reload=True)
@@ -218,6 +228,13 @@ class TestStages:
         shards = 3 * (WEIGHTS // 4 + WEIGHTS // 128 * 2)
         assert made.disk_bytes == 2 * shards + 5 * GIB
         assert plan(measure_initial=True).disk_bytes == 3 * shards + 5 * GIB
+        assert plan(final_pass=True).disk_bytes == 3 * shards + 5 * GIB
+        several = [
+            plan(store=store, evaluation_store=store, world_size=2, strategy="ddp") for store in ("disk", "memory")
+        ]
+        assert several[0].disk_bytes - several[1].disk_bytes == 2 * (
+            several[0].store_bytes + several[0].evaluation_store_bytes
+        )
 
 
 def two_kinds():

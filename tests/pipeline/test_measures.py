@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from toy_models import family, save
-from toy_runs import BARE, run, summary_of
+from toy_runs import BARE, run, summary_of, toy_checkpoint, write_recipe
 from transformers import AutoModelForCausalLM
 
 from gsq_module import evaluation
+from gsq_module.export.loading import load_whole
 from gsq_module.measures import Meter
 
 POSITIONS, VOCABULARY = 50, 300
@@ -70,6 +71,30 @@ def test_a_run_compares_with_its_original(store, llama, tmp_path, monkeypatch):
     evaluated = run(llama, tmp_path / "run", command="evaluate").measured["held_out"]
     assert evaluated.kl_divergence == pytest.approx(divergence, rel=1e-2)
     assert evaluated.top1_agreement == pytest.approx(agreement, abs=0.01)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_quantized_embedding_and_head_are_compared_with_the_float_ones(tied, tmp_path, monkeypatch):
+    """As the whole models give it: the quantized head's logits beside those of the original's own."""
+    monkeypatch.setattr(evaluation, "HEAD_TOKENS", 10)
+    recipe = write_recipe(tmp_path, toy_checkpoint(tmp_path / "checkpoint", tie_word_embeddings=tied))
+    options = ["--model.embedding_bits=4"] + ([] if tied else ["--model.head_bits=4"])
+    cli = run(recipe, tmp_path / "run", *options, "--reload_max_gib=0")
+    tokens = cli.datamodule.evaluation_tokens["held_out"]
+    with torch.no_grad():
+        original, exported = (
+            load_whole(folder, torch.float32)(input_ids=tokens).logits[:, :-1]
+            for folder in (cli.model.path, tmp_path / "run" / "export")
+        )
+    divergence, agreement = compared(exported, original)
+    summary = summary_of(tmp_path / "run")
+    divergences, agreements = (summary[f"{name}_by_text"]["held_out"] for name in ("kl_divergence", "top1_agreement"))
+    assert divergences["quantized"] == pytest.approx(divergence, rel=1e-4)
+    assert agreements["quantized"] == pytest.approx(agreement, abs=1e-6)
+    # The initial codes go with the same embedding and, tied, with the same head.
+    assert divergences["initial"] == pytest.approx(divergence, rel=0.5)
+    evaluated = run(recipe, tmp_path / "run", *options, command="evaluate").measured["held_out"]
+    assert evaluated.kl_divergence == pytest.approx(divergence, rel=1e-4)
 
 
 def test_a_model_agrees_with_itself(llama, tmp_path):

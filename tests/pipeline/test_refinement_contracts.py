@@ -88,6 +88,21 @@ def test_no_epochs_no_refinement(llama, tmp_path, monkeypatch):
         assert 0 < unit["refined_error"] == unit["initial_error"]
 
 
+def test_units_that_are_not_to_be_refined_keep_their_initial_codes(llama, tmp_path):
+    run(llama, tmp_path / "run", "--model.refinement.units=[mlp]", *ONE_BLOCK)
+    attention, mlp = summary_of(tmp_path / "run")["units"]
+    assert (attention["unit"], attention["kept"], attention["steps"]) == ("attention", "initial", 0)
+    assert (mlp["unit"], mlp["kept"]) == ("mlp", "refined")
+    assert mlp["steps"] > 0
+
+
+def test_units_to_refine_must_be_quantized(llama, tmp_path, capsys):
+    with pytest.raises(SystemExit) as error:
+        run(llama, tmp_path / "run", "--model.units=[mlp]", "--model.refinement.units=[attention]")
+    assert error.value.code == 2
+    assert "model.refinement.units" in capsys.readouterr().err
+
+
 def test_what_is_measured_initially_is_the_run_without_refinement(llama, tmp_path):
     run(llama, tmp_path / "both", "--reload_max_gib=0")
     run(llama, tmp_path / "initial", "--model.refinement.epochs=0", *BARE)

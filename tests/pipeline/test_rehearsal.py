@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from toy_models import family
 from toy_runs import ONE_BLOCK, contents, run, summary_of, write_recipe
 
+from gsq_module.rehearsal import Rehearsed, _joined
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.synthetic import SyntheticCheckpoint
 
@@ -93,6 +94,45 @@ def test_the_file(rehearsed):
     ]
     assert found["hours"] == pytest.approx(sum(row.full_seconds for row in rehearsed.rows) / 3600)
     assert found["host_peak"] > 2**20
+    assert found["fits"] is True
+    assert 0 < found["disk"] < found["disk_free"]
+    assert found["host"] > 0
+    assert found["verdict"][-1] == "verdict: the run fits this machine"
+
+
+def test_what_the_disk_has_no_room_for_does_not_fit(hybrid, tmp_path, monkeypatch):
+    monkeypatch.setattr("gsq_module.forecasts.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    run(hybrid, tmp_path, f"--json={tmp_path / 'found.json'}", "--model.store=memory", command="rehearse")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["fits"] is False
+    assert "NOT ENOUGH; --run_dir on a larger disk" in found["verdict"][0]
+
+
+def test_the_head_is_quantized_and_evaluated_beside_the_originals(hybrid, tmp_path, monkeypatch):
+    loaded = []
+    head = StreamedModel.head
+
+    def noted(model, quantized=None):
+        loaded.append((id(model), model.replaces_head(quantized)))
+        return head(model, quantized)
+
+    monkeypatch.setattr(StreamedModel, "head", noted)
+    cli = run(hybrid, tmp_path, "--model.head_bits=4", "--model.store=memory", command="rehearse")
+    (evaluate,) = [row for row in cli.rehearsed if row.stage == "evaluate"]
+    assert evaluate.predicted
+    (ours, replaced), (other, kept) = loaded
+    assert ours != other
+    assert (replaced, kept) == (True, False)
+
+
+def test_of_several_ranks_each_figure_is_the_worst():
+    def row(seconds: float, allocated: int, margin: int) -> Rehearsed:
+        return Rehearsed("refine", 0, "mlp", seconds, allocated, allocated + 1, margin, 7, 10 * seconds)
+
+    (joined,) = _joined([[row(1.0, 5, 90)], [row(2.0, 4, 80)]])
+    assert (joined.seconds, joined.full_seconds, joined.allocated, joined.margin) == (2.0, 20.0, 5, 80)
+    assert joined.by_rank == [5, 4]
+    assert joined.reserved == 6
 
 
 def test_nothing_stays_in_the_run_directory(rehearsed):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from toy_runs import BARE, run, summary_of
+from toy_runs import BARE, run, summary_of, toy_checkpoint, write_recipe
 
 from gsq_module.report.page import PICTURES, write_report
 from gsq_module.report.record import Record
@@ -104,6 +104,20 @@ def test_a_run_on_a_gpu_shows_its_memory(finished, tmp_path):
     steps, _ = Record.of(tmp_path).series("memory/allocated_gib")
     assert steps == sorted(steps)
     assert steps[-1] == 180
+
+
+def test_embedding_head_and_final_pass_are_shown(finished, tmp_path):
+    assert "final pass" not in Page(finished / "report" / "index.html").text["figures"]
+    checkpoint = toy_checkpoint(tmp_path / "checkpoint")
+    options = ("--model.embedding_bits=4", "--model.head_bits=4", "--model.final_pass.epochs=1")
+    run(write_recipe(tmp_path, checkpoint), tmp_path / "run", *options, "--model.refinement.epochs=0")
+    page, summary = Page(tmp_path / "run" / "report" / "index.html"), summary_of(tmp_path / "run")
+    tuned, (embedding, head) = summary["final_pass"], summary["outer"]
+    text = page.text["figures"]
+    assert f"{tuned['before']:.4f} -> {tuned['after']:.4f}" in text
+    assert f"embedding: relative error {embedding['initial_error']:.6f}" in text
+    assert f"{head['refined_error']:.6f} by GPTQ" in text
+    assert len(summary["continuations"]) == 4, "an export with a packed embedding is loaded whole"
 
 
 def test_what_texts_say_is_no_markup(finished, tmp_path):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from toy_runs import BARE, run, summary_of
+from toy_runs import BARE, STEPS, run, summary_of
 
 from gsq_module.module import GSQModule
 from gsq_module.quantization.grid import GRIDS
@@ -93,8 +93,12 @@ def test_a_suspected_error_is_not_retried_and_finished_units_are_kept(llama, tmp
 def test_a_unit_is_refined_again_on_the_device(llama, tmp_path, monkeypatch):
     """Lightning's teardown after the failed fit must have left it there."""
     options = (*BARE, "--trainer.accelerator=gpu", "--model.dtype=float32", "--data.microbatch_size=4")
+    run(llama, tmp_path / "undisturbed", *options)
     fail_where(monkeypatch, lambda module, rows: rows > 2, torch.OutOfMemoryError(FULL))
     run(llama, tmp_path / "run", *options)
     units = summary_of(tmp_path / "run")["units"]
     assert "microbatches of 2" in units[0]["notes"]["model.layers.0.self_attn"]
-    assert all(unit["kept"] == "refined" for unit in units)
+    undisturbed = summary_of(tmp_path / "undisturbed")["units"]
+    assert all(unit["steps"] == STEPS for unit in units)
+    for unit, expected in zip(units, undisturbed, strict=True):
+        assert unit["refined_error"] == pytest.approx(expected["refined_error"], rel=0.05)

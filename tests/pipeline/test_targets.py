@@ -199,9 +199,9 @@ def test_hessians_by_other_means(tmp_path, monkeypatch):
     """Of the GPTQ rows alone, on the quantized stream, the unit itself untouched; one for linears of one input."""
     used = {}
 
-    def watch(weight, hessian, *arguments):
+    def watch(weight, hessian, *arguments, keep):
         used[len(used)] = hessian
-        return gptq(weight, hessian, *arguments)
+        return gptq(weight, hessian, *arguments)  # and so keeps it
 
     monkeypatch.setattr(pipeline, "gptq", watch)
     model = family("llama", num_hidden_layers=2)

@@ -10,7 +10,7 @@ from quantization_helpers import ALL_GRIDS, correlated_inputs, generator, hessia
 from torch import Tensor
 
 from gsq_module.quantization.gptq import gptq, inverse_factor
-from gsq_module.quantization.grid import GRIDS, Grid
+from gsq_module.quantization.grid import GRIDS, OUTER_GRIDS, Grid
 from gsq_module.quantization.hessian import Hessian
 from gsq_module.quantization.scales import round_to_nearest, search_scales
 
@@ -53,7 +53,7 @@ def test_codes_are_the_textbooks(grid: Grid, cols: int, group_size: int) -> None
     assert rows.double().mean() >= 0.9
 
 
-@ALL_GRIDS
+@pytest.mark.parametrize("grid", [*GRIDS.values(), OUTER_GRIDS[8]], ids=lambda grid: grid.name)
 @pytest.mark.parametrize("group_size", [16, 96])
 def test_it_beats_round_to_nearest_on_correlated_inputs(grid: Grid, group_size: int) -> None:
     weight, inputs = problem()
@@ -156,7 +156,15 @@ def matrix_with_smallest_eigenvalue(smallest: float) -> Tensor:
 @pytest.mark.parametrize(("smallest", "needed"), [(0.1, 0.01), (-0.05, 0.1), (-0.5, 1.0), (-5.0, 10.0)])
 def test_damping_rises_until_the_hessian_can_be_inverted(smallest: float, needed: float) -> None:
     matrix = matrix_with_smallest_eigenvalue(smallest)
-    upper, used = inverse_factor(matrix, 0.01)
+    hessian = Hessian("up_proj", COLS, "cpu")
+    hessian.matrix = matrix.clone()
+    upper, used = inverse_factor(hessian, 0.01)
+    assert torch.equal(hessian.matrix, matrix)
+    given_up, again = inverse_factor(hessian, 0.01, keep=False)
+    assert given_up is not None
+    assert again == used
+    assert torch.equal(given_up, upper)
+    assert hessian.matrix.numel() == 0
     assert used == pytest.approx(needed)
     assert upper is not None
     assert torch.equal(upper, upper.triu())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from quantization_helpers import ALL_GRIDS, generator, levels_of, random_start
 
-from gsq_module.quantization.grid import GRIDS, Grid, QuantizedWeight
+from gsq_module.quantization.grid import GRIDS, OUTER_GRIDS, Grid, QuantizedWeight
 
 LEVELS = {
     1: [-1, 1],
@@ -85,3 +85,10 @@ def test_dequantizing_is_code_times_scale_in_the_dtype_of_the_scales(grid: Grid,
 def test_moving_a_weight_moves_codes_and_scales() -> None:
     moved = QuantizedWeight(torch.zeros(2, 4, dtype=torch.int8), torch.ones(2, 1)).to("meta")
     assert (moved.codes.device.type, moved.scales.device.type) == ("meta", "meta")
+
+
+def test_all_256_codes_of_the_8_bit_grid_fit_int8():
+    grid = OUTER_GRIDS[8]
+    assert levels_of(grid).tolist() == list(range(-128, 128))
+    values = torch.linspace(-300, 300, 6001)
+    assert torch.equal(grid.nearest(values).to(torch.int8).float(), values.round().clamp(-128, 127))

@@ -11,7 +11,7 @@ import torch
 
 from gsq_module.quantization import rounding_kernels
 from gsq_module.quantization.gptq import gptq
-from gsq_module.quantization.grid import GRIDS
+from gsq_module.quantization.grid import GRIDS, OUTER_GRIDS
 from gsq_module.quantization.hessian import Hessian
 from gsq_module.quantization.scales import round_to_nearest, search_scales
 
@@ -24,6 +24,7 @@ CASES = [
     (2, 3, 160, 160),
     (3, 4, 40, 40),
     (4, 5, 48, 16),
+    (8, 5, 96, 32),
 ]
 
 
@@ -37,7 +38,7 @@ def on_both_paths(monkeypatch, make):
 
 def check_agreement(device: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     for bits, rows, cols, group_size in CASES:
-        grid = GRIDS[bits]
+        grid = (GRIDS | OUTER_GRIDS)[bits]
         generator = torch.Generator().manual_seed(rows)
         weight = torch.randn(rows, cols, generator=generator).mul_(0.1).to(device)
         weight[0, 3] = 3.0
