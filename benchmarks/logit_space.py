@@ -26,7 +26,7 @@ def soft_weight(
     Args:
         logits: `[K, out_features, in_features]`.
         scales: `[out_features, groups]`.
-        values: `[K, 1, 1]`, what the candidates stand for.
+        values: `[K, 1, 1]`, what the candidates stand for; with windows, `[K, out_features, in_features]`.
         noise: Gumbel variates of the logits' shape.
 
     Returns:
@@ -84,7 +84,9 @@ class LogitSpaceStep:
         self.student = student
         self.temperature, self.logit_scale = settings.temperature[0], settings.logit_scale[0]
         dtype = DTYPES[settings.logit_dtype]
-        self.logits = {name: _logits(name, start.to(device), grid, settings, dtype) for name, start in initial.items()}
+        self.logits = {
+            name: logit_parameter(name, start.to(device), grid, settings, dtype) for name, start in initial.items()
+        }
         self.scales = {name: nn.Parameter(start.scales.to(device).float()) for name, start in initial.items()}
         self.values = torch.arange(grid.low, grid.high + 1, grid.step, dtype=dtype, device=device).view(-1, 1, 1)
         decayed = {"params": list(self.logits.values()), "lr": settings.lr, "weight_decay": settings.weight_decay}
@@ -108,11 +110,14 @@ class LogitSpaceStep:
         self.optimizer.step()
 
 
-def _logits(name: str, start: QuantizedWeight, grid: Grid, settings: Refinement, dtype: torch.dtype) -> nn.Parameter:
+def logit_parameter(
+    name: str, start: QuantizedWeight, grid: Grid, settings: Refinement, dtype: torch.dtype, seed: int = 0
+) -> nn.Parameter:
+    """Logits `[K, out_features, in_features]` that prefer the initial codes, with the paper's noise."""
     rows, cols = start.codes.shape
     logits = torch.empty(grid.num_candidates, rows, cols, dtype=dtype, device=start.codes.device)
     first = grid.first_candidate(start.codes)
-    key = noise_key(0, name, "init")
+    key = noise_key(seed, name, "init")
     for chunk in row_chunks(rows, cols, grid.num_candidates, logits.device):
         logits[:, chunk] = initial_logits(
             start.codes[chunk], first[chunk], grid, key, chunk.start * cols, settings.init_std, settings.init_strength

@@ -30,6 +30,7 @@ from gsq_module.nccl import NCCL
 from gsq_module.run_directory import RunDirectory
 from gsq_module.strategies import register_strategies
 from gsq_module.subcommands import USAGE, RecipeParser, RecipeTrainer
+from gsq_module.tasks import check_tasks
 
 USER_ERROR = 2
 """Exit status of what a user can mend, as jsonargparse's own."""
@@ -229,10 +230,18 @@ class GSQCLI(LightningCLI):
                     commands.export(run)
 
     def evaluate(
-        self, model: GSQModule, datamodule: CalibrationData, checkpoint: str | None, whole_model: bool, check: bool
+        self,
+        model: GSQModule,
+        datamodule: CalibrationData,
+        checkpoint: str | None,
+        whole_model: bool,
+        compare: bool,
+        tasks: str | None,
+        check: bool,
     ) -> None:
         """Measure a checkpoint, or check what can load it."""
         with user_errors():
+            names = check_tasks(tasks) if tasks is not None else []
             run = self._run(model, datamodule)
             if check:
                 self.engines = commands.check(run, checkpoint) if ranks.is_first() else []
@@ -240,8 +249,10 @@ class GSQCLI(LightningCLI):
             if not whole_model:
                 ranks.start(self.trainer, model)
             with run.report.watching():
-                self.perplexity = commands.evaluate(run, checkpoint, whole_model)
+                self.measured = commands.evaluate(run, checkpoint, whole_model, compare)
         ranks.finish()
+        if names and ranks.is_first():
+            self.task_results = commands.evaluate_tasks(run, checkpoint, names)
 
     def plan(self, model: GSQModule, datamodule: CalibrationData, memory: str | None, json: str | None) -> None:
         """Predict."""

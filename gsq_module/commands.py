@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.loggers import WandbLogger
 
-from gsq_module import ranks
+from gsq_module import ranks, tasks
 from gsq_module.coverage import measure_coverage
 from gsq_module.evaluation import whole_model_perplexity
 from gsq_module.export.engines import Verdict, as_lines, check_engines
 from gsq_module.export.reader import open_checkpoint
 from gsq_module.export.writer import ExportReport
+from gsq_module.measures import Measured
 from gsq_module.memory.statistics import format_bytes
 from gsq_module.recipe_run import Run
 from gsq_module.streaming import source
 from gsq_module.streaming.model import StreamedModel
-from gsq_module.summary import build_summary, print_summary
+from gsq_module.summary import build_summary, flat_figures, print_summary
 
 logger = logging.getLogger(__name__)
 
@@ -39,43 +43,69 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     recipe, directory = run.recipe, run.directory
     coverage = measure_coverage(model, recipe)
     run.say("original: perplexity")
-    perplexities = {"original": run.perplexity(model)}
-    if recipe.measure_initial and recipe.refinement.epochs:
-        run.say(f"initial: {recipe.initializer} alone, and its perplexity")
-        initial = run.quantize_initially(model)
-        perplexities["initial"] = run.perplexity(model, run.outer(model, initial).weights(initial.weights()))
-    run.say("quantized: refinement")
-    results = run.quantize(model)
-    tuned = run.train_scales(model)
-    run.say("quantized: export and perplexity")
-    report = ranks.from_first(lambda: run.export(model, coverage))
-    outer = run.outer(model, directory.units(recipe.grid))
-    perplexities["quantized"] = run.perplexity(model, outer.weights(run.final_units.weights()))
+    original, measured = run.original(model)
+    with closing(original):
+        figures = {"original": measured}
+        if recipe.measure_initial and recipe.refinement.epochs:
+            run.say(f"initial: {recipe.initializer} alone, and its perplexity")
+            initial = run.quantize_initially(model)
+            figures["initial"] = run.measure(model, run.outer(model, initial).weights(initial.weights()), original)
+        run.say("quantized: refinement")
+        results = run.quantize(model)
+        tuned = run.train_scales(model)
+        run.say("quantized: export and perplexity")
+        report = ranks.from_first(lambda: run.export(model, coverage))
+        outer = run.outer(model, directory.units(recipe.grid))
+        figures["quantized"] = run.measure(model, outer.weights(run.final_units.weights()), original)
     peaks = ranks.gather(max(run.clock.peak_memory.values(), default=0))
     # One process does what remains. Loading an export, compressed-tensors would want the help of all connected ones.
     ranks.finish()
     if not ranks.is_first():
         return {}
+    continuations: list[dict[str, str]] = []
     dense_bytes = sum(parameter.numel() for parameter in model.model.parameters()) * (torch.finfo(run.dtype).bits // 8)
     if dense_bytes <= run.reload_max_gib * 2**30:
-        perplexities["reloaded"] = run.reloaded_perplexity()
+        figures["reloaded"] = run.measure_reloaded()
+        continuations = run.continuations(model.checkpoint.directory)
     seconds = time.perf_counter() - began
     predicted = run.plan.by_stage() if run.plan is not None else {}
     summary = build_summary(
-        perplexities, coverage, results, report, run.clock, seconds, str(directory.export), predicted, peaks,
+        figures, coverage, results, report, run.clock, seconds, str(directory.export), predicted, peaks,
         tuned, outer.results(),
     )  # fmt: skip
+    summary["continuations"] = continuations
     verdicts = _engines(directory.export)
     summary["engines"] = [{**asdict(verdict), "loads": verdict.loads} for verdict in verdicts]
     path = directory.write_summary(summary)
+    _report(run)
     for logger in run.trainer.loggers:
-        flat = {f"perplexity/{text}/{name}": v for name, values in perplexities.items() for text, v in values.items()}
-        logger.log_metrics(flat, step=run.trainer.global_step)
+        logger.log_metrics(flat_figures(figures), step=run.trainer.global_step)
         logger.finalize("success")
     print_summary(summary)
     print(*as_lines(verdicts), sep="\n")
     print(f"summary: {path}")
     return summary
+
+
+def _report(run: Run) -> None:
+    """The report in the run directory, and on W&B. What is written is never lost for want of a picture."""
+    if importlib.util.find_spec("matplotlib") is None:
+        again = f"python -m gsq_module.report {run.directory.path}"
+        print(f"report: not written, matplotlib is not installed. Next: pip install matplotlib, then {again}")
+        return
+    from gsq_module.report.page import draw, write_page
+    from gsq_module.report.record import Record
+
+    for logger in run.trainer.loggers:
+        logger.save()  # the CSV log is read
+    record = Record.of(run.directory.path)
+    drawn = draw(record)
+    print(f"report: {write_page(run.directory.path, record, drawn)}")
+    for logger in run.trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            from gsq_module.report.wandb_log import log_report
+
+            log_report(logger, record, drawn, run.trainer.global_step)
 
 
 def export(run: Run) -> ExportReport:
@@ -126,23 +156,60 @@ def _checkpoint_folder(run: Run, checkpoint: str | None) -> Path:
     return folder
 
 
-def evaluate(run: Run, checkpoint: str | None, whole_model: bool) -> dict[str, float]:
-    """Perplexity of one checkpoint on the recipe's evaluation texts.
+def evaluate(run: Run, checkpoint: str | None, whole_model: bool, compare: bool) -> dict[str, Measured]:
+    """Figures of one checkpoint on the recipe's evaluation texts.
 
     Args:
         run: Checked by `check_recipe`.
         checkpoint: Folder; `original` for the recipe's own model; None for the run's export.
         whole_model: Through plain transformers instead of block by block.
+        compare: Also with the recipe's own model, where it is another one and both go block by block.
     """
     folder = _checkpoint_folder(run, checkpoint)
+    compare = compare and checkpoint != "original" and not whole_model
+    own = _checkpoint_folder(run, "original") if compare else folder
     opened = open_checkpoint(folder)
     with ranks.first_alone():
         run.data.tokenize_evaluation(run.tokenizer(folder))
     if whole_model:
-        result = whole_model_perplexity(folder, run.data.evaluation_tokens, run.device, run.dtype)
+        perplexities = whole_model_perplexity(folder, run.data.evaluation_tokens, run.device, run.dtype)
+        result = {name: Measured(value) for name, value in perplexities.items()}
     else:
-        result = run.perplexity(StreamedModel.from_checkpoint(opened, run.device, run.dtype))
+        model = StreamedModel.from_checkpoint(opened, run.device, run.dtype)
+        with ExitStack() as cleanup:
+            original = None
+            if compare:
+                own_model = StreamedModel.from_checkpoint(open_checkpoint(own), run.device, run.dtype)
+                _check_vocabulary(model, own_model)
+                original, _ = run.original(own_model)
+                cleanup.callback(original.close)
+            result = run.measure(model, original=original)
     if ranks.is_first():
-        for name, value in result.items():
-            print(f"{folder} {name}: perplexity {value:.3f}")
+        for name, figures in result.items():
+            print(f"{folder} {name}: perplexity {figures.perplexity:.3f}")
+            if figures.kl_divergence is not None:
+                print(
+                    f"{folder} {name}: KL divergence to the original {figures.kl_divergence:.4f} nats a token, "
+                    f"the same top token at {figures.top1_agreement:.2%} of the positions"
+                )
     return result
+
+
+def evaluate_tasks(run: Run, checkpoint: str | None, names: list[str]) -> dict[str, dict[str, float]]:
+    """Tasks of lm-evaluation-harness on what `evaluate` has measured; one process does it."""
+    folder = run.directory.export if checkpoint is None else Path(checkpoint)
+    if checkpoint == "original":
+        folder = source.fetch(run.recipe.path, run.recipe.gguf_file, run.directory.source)
+    results = tasks.evaluate_tasks(folder, names, run.device, run.dtype)
+    for task, figures in results.items():
+        print(f"{folder} {task}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
+    return results
+
+
+def _check_vocabulary(model: StreamedModel, original: StreamedModel) -> None:
+    sizes = [one.embedding.num_embeddings for one in (model, original)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"--checkpoint: {model.checkpoint.directory} knows {sizes[0]} tokens, the recipe's model {sizes[1]}: "
+            "their predictions cannot be compared. Next: the same command with --compare false"
+        )

@@ -1,53 +1,62 @@
-"""Perplexity of a model: block by block in the memory of one block, or whole through plain transformers."""
+"""A model measured: block by block in the memory of one block, or whole through plain transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torchmetrics.text
 from torch import Tensor
 
 from gsq_module import ranks
 from gsq_module.data.samples import even_share, range_slice
 from gsq_module.export.loading import load_whole
+from gsq_module.measures import Measured, Meter
 from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.streaming.activations import ActivationStore, Location, batches, choose_location, free_device_bytes
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.staging import Staging
 
-HEAD_TOKENS = 512
-"""Positions whose logits are computed at once: with a vocabulary of 250,000, half a gigabyte in float32."""
+HEAD_TOKENS = 256
+"""Positions whose logits are computed at once: with a vocabulary of 250,000, a quarter of a gigabyte in float32."""
 
 
-class Perplexity:
-    """torchmetrics' perplexity, fed with hidden states or logits of whole sequences.
+@dataclass
+class HiddenStates:
+    """Where a model's stream of each text stands behind the last block: all that its head needs.
 
-    Args:
-        device: Where the predictions are.
-        of_all_ranks: Whether `compute`, which all ranks then call, is of the predictions of all of them.
+    Attributes:
+        model: The model, for its head.
+        quantized: Hard weights by module path; that of the head stands in for the checkpoint's.
+        texts: int64 `[num_samples, seq_len]` by name: this rank's share of the samples.
+        stores: Hidden states `[num_samples, seq_len, hidden_size]` of each text.
+        staging: Brings them to the device.
     """
 
-    def __init__(self, device: torch.device, of_all_ranks: bool = False) -> None:
-        self._metric = torchmetrics.text.Perplexity(sync_on_compute=of_all_ranks).to(device)  # type: ignore[arg-type]
+    model: StreamedModel
+    quantized: Mapping[str, QuantizedWeight]
+    texts: dict[str, Tensor]
+    stores: dict[str, ActivationStore]
+    staging: Staging
 
-    def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Add predictions.
+    def leave_device(self) -> None:
+        """Move to host memory what is on the device: there it would lie in the way of what comes next."""
+        for name, store in self.stores.items():
+            if store.device.type != "cpu":
+                kept = ActivationStore(tuple(store.data.shape), store.data.dtype, "memory", store.device, Path())
+                kept.write(slice(None), store.data)
+                self.stores[name] = kept
 
-        Args:
-            logits: float32 `[batch, length, vocabulary]`.
-            targets: int64 `[batch, length]`, the token that follows each position.
-        """
-        self._metric.update(logits, targets)
-
-    def compute(self) -> float:
-        return float(self._metric.compute())
+    def close(self) -> None:
+        """Free the memory; delete the files."""
+        for store in self.stores.values():
+            store.close()
 
 
 @torch.no_grad()
-def streamed_perplexity(
+def hidden_states(
     model: StreamedModel,
     texts: Mapping[str, Tensor],
     batch_size: int,
@@ -56,21 +65,21 @@ def streamed_perplexity(
     pin_memory: bool = True,
     indices: Sequence[int] | None = None,
     location: Location = "auto",
-) -> dict[str, float]:
-    """Perplexity of each text, one block of the model in memory at a time. All ranks call it; each takes its share.
+) -> HiddenStates:
+    """Pass the texts through the blocks, one of them in memory at a time. Each rank takes its share of the samples.
 
     Args:
         model: The checkpoint's model (an exported one is read through `export.reader.open_checkpoint`).
         texts: int64 `[num_samples, seq_len]` by name.
         batch_size: Samples at a time.
         scratch: Folder for hidden states that do not fit the memory.
-        quantized: Hard weights by module path that stand in for the checkpoint's.
+        quantized: Hard weights by module path that stand in for the checkpoint's, embedding and head among them.
         pin_memory: Whether hidden states in host memory go through pinned buffers.
         indices: Blocks to go through; None for all. A rehearsal leaves most of them out.
         location: Where hidden states live.
 
     Returns:
-        Perplexities by name.
+        To be closed by the caller.
     """
     quantized = quantized or {}
     texts = {
@@ -102,16 +111,50 @@ def streamed_perplexity(
                     for rows, (hidden,) in staging.read([store.data], batches(len(store), batch_size)):
                         writer.write(store.data, rows, calls[hidden.shape[0], hidden.shape[1]][index](block, hidden))
             model.release_block(index)
-        result = {}
-        with model.head(quantized) as head:
-            for name, tokens in texts.items():
-                metric = Perplexity(model.device, of_all_ranks=True)
-                for rows, (hidden,) in staging.read([stores[name].data], batches(len(tokens), 1)):
-                    targets = tokens[rows, 1:].to(model.device, non_blocking=True)
-                    for part in batches(targets.shape[1], HEAD_TOKENS):
-                        metric.update(head(hidden[:, part]), targets[:, part])
-                result[name] = metric.compute()
-        return result
+        cleanup.pop_all()
+    return HiddenStates(model, quantized, texts, stores, staging)
+
+
+@torch.no_grad()
+def measure(states: HiddenStates, original: HiddenStates | None = None) -> dict[str, Measured]:
+    """Figures of each text, of the samples of all ranks, which all call it.
+
+    Args:
+        states: Of the model that is measured.
+        original: Of the model it is compared with, on the same texts; None leaves the comparison out.
+    """
+    result = {}
+    with _heads(states, original) as (head, original_head):
+        for name, tokens in states.texts.items():
+            meter = Meter(states.model.device, compares=original is not None, of_all_ranks=True)
+            there = [states.staging.read([states.stores[name].data], batches(len(tokens), 1))]
+            if original is not None:
+                there.append(original.staging.read([original.stores[name].data], batches(len(tokens), 1)))
+            for (rows, (hidden,)), *others in zip(*there, strict=True):
+                targets = tokens[rows, 1:].to(states.model.device, non_blocking=True)
+                for part in batches(targets.shape[1], HEAD_TOKENS):
+                    compared = [original_head(others[0][1][0][:, part])] if others else []
+                    meter.update(head(hidden[:, part]), targets[:, part], *compared)
+            result[name] = meter.compute()
+    return result
+
+
+@contextmanager
+def _heads(states: HiddenStates, original: HiddenStates | None):
+    """The head of each model; the weights of one where both have the same."""
+    with states.model.head(states.quantized) as head:
+        if original is None:
+            yield head, head
+            return
+        other = original.model
+        if other is states.model:
+            if not other.replaces_head(states.quantized):
+                yield head, head
+                return
+            # Two heads at once need two module trees.
+            other = StreamedModel.from_checkpoint(other.checkpoint, other.device, other.dtype)
+        with other.head(original.quantized) as original_head:
+            yield head, original_head
 
 
 def place_weights(model: StreamedModel, index: int, quantized: Mapping[str, QuantizedWeight]) -> None:
@@ -138,9 +181,9 @@ def whole_model_perplexity(
     model = load_whole(directory, dtype, device)
     result = {}
     for name, tokens in texts.items():
-        metric = Perplexity(device)
+        meter = Meter(device)
         for sample in range(len(tokens)):
             row = tokens[sample : sample + 1].to(device)
-            metric.update(model(input_ids=row, use_cache=False).logits[:, :-1].float(), row[:, 1:])
-        result[name] = metric.compute()
+            meter.update(model(input_ids=row, use_cache=False).logits[:, :-1].float(), row[:, 1:])
+        result[name] = meter.compute().perplexity
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,19 +19,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from callbacks import AllocatorStats, OOMReport, RunProgress
 from gsq_module import ranks
+from gsq_module.continuations import choose_prompts, continue_greedily
 from gsq_module.coverage import Coverage, check_geometry, serving_problems
 from gsq_module.data.module import CalibrationData
 from gsq_module.data.samples import Samples
-from gsq_module.evaluation import streamed_perplexity, whole_model_perplexity
+from gsq_module.evaluation import HiddenStates, hidden_states, measure, whole_model_perplexity
 from gsq_module.export.folder import check_destination
 from gsq_module.export.reader import open_checkpoint
 from gsq_module.export.writer import ExportReport, export_checkpoint
 from gsq_module.final_pass import TunedScales, load_outcome, save_tuned, train_scales
+from gsq_module.measures import Measured
 from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.stages import StageClock, StageListener
 from gsq_module.module import GSQModule
 from gsq_module.outer import OuterQuantizer
-from gsq_module.pipeline import BlockLoop
+from gsq_module.pipeline import BlockLoop, Refine
 from gsq_module.refinement import UnitRefiner
 from gsq_module.run_directory import RunDirectory, UnitResult, UnitShards
 from gsq_module.streaming import source
@@ -60,6 +63,7 @@ class Run:
         directory: The run directory.
         reload_max_gib: Exports whose dense weights are at most this large are also loaded whole with transformers.
         plan: The memory plan, once one is followed.
+        refine: What refines each unit in the place of UnitRefiner, if anything: a benchmark's other algorithm.
     """
 
     trainer: Trainer
@@ -68,6 +72,7 @@ class Run:
     directory: RunDirectory
     reload_max_gib: float
     plan: MemoryPlan | None = field(default=None, init=False)
+    refine: Refine | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.device: torch.device = self.trainer.strategy.root_device
@@ -248,7 +253,7 @@ class Run:
         self.clock.num_blocks = loop.num_blocks
         self.progress.begin_run(len(units), finished)
         try:
-            return loop.run(shards, UnitRefiner(self.trainer, self.recipe, self.data))
+            return loop.run(shards, self.refine or UnitRefiner(self.trainer, self.recipe, self.data))
         finally:
             self.progress.end_run()
 
@@ -295,19 +300,58 @@ class Run:
                 outer=list(outer.parts.values()),
             )
 
-    def perplexity(self, model: StreamedModel, weights: Mapping[str, Any] | None = None) -> dict[str, float]:
+    def original(self, model: StreamedModel) -> tuple[HiddenStates, dict[str, Measured]]:
+        """The original's figures, and its hidden states, for others to be compared with; the caller closes them."""
         with self.clock.stage("evaluate"):
-            return streamed_perplexity(
-                model,
-                self.data.evaluation_tokens,
-                self.data.sequences_at_once(self.data.evaluation_seq_len),
-                self._scratch,
-                weights,
-                self.data.pin_memory,
-                location=self.recipe.store,
-            )
+            states = self._hidden_states(model, self._scratch / "original")
+            measured = measure(states)
+            states.leave_device()
+            return states, measured
 
-    def reloaded_perplexity(self) -> dict[str, float]:
-        """Of the export, loaded whole by plain transformers."""
+    def measure(
+        self, model: StreamedModel, weights: Mapping[str, Any] | None = None, original: HiddenStates | None = None
+    ) -> dict[str, Measured]:
+        """Figures by text.
+
+        Args:
+            model: The model.
+            weights: Hard weights that stand in for its own.
+            original: What it is compared with.
+        """
+        with self.clock.stage("evaluate"), closing(self._hidden_states(model, self._scratch, weights)) as states:
+            return measure(states, original)
+
+    def _hidden_states(
+        self, model: StreamedModel, scratch: Path, weights: Mapping[str, Any] | None = None
+    ) -> HiddenStates:
+        return hidden_states(
+            model,
+            self.data.evaluation_tokens,
+            self.data.sequences_at_once(self.data.evaluation_seq_len),
+            scratch,
+            weights,
+            self.data.pin_memory,
+            location=self.recipe.store,
+        )
+
+    def measure_reloaded(self) -> dict[str, Measured]:
+        """Figures of the export, loaded whole by plain transformers."""
         with self.clock.stage("reload"):
-            return whole_model_perplexity(self.directory.export, self.data.evaluation_tokens, self.device, self.dtype)
+            perplexities = whole_model_perplexity(
+                self.directory.export, self.data.evaluation_tokens, self.device, self.dtype
+            )
+        return {text: Measured(value) for text, value in perplexities.items()}
+
+    def continuations(self, original: Path) -> list[dict[str, str]]:
+        """What the original (its folder) and the export make of the beginnings of evaluation texts."""
+        names, prompts = zip(*choose_prompts(self.data.evaluation_tokens), strict=True)
+        tokenizer = self.tokenizer(original)
+        rows = torch.stack(prompts)
+        with self.clock.stage("reload"):
+            both = [
+                continue_greedily(folder, rows, tokenizer, self.device, self.dtype)
+                for folder in (original, self.directory.export)
+            ]
+        columns = names, tokenizer.batch_decode(rows, skip_special_tokens=True), *both
+        keys = ("text", "prompt", "original", "quantized")
+        return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]

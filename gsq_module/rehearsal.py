@@ -6,6 +6,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,12 +20,14 @@ from typing_extensions import override
 from gsq_module import ranks
 from gsq_module.data.module import CalibrationData
 from gsq_module.data.samples import Samples
-from gsq_module.evaluation import streamed_perplexity
+from gsq_module.evaluation import HiddenStates, hidden_states, measure
 from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.stages import Stage, StageClock, StageListener
 from gsq_module.memory.statistics import DeviceMemory, format_bytes, host_peak_bytes
 from gsq_module.module import GSQModule
+from gsq_module.outer import OuterQuantizer
 from gsq_module.pipeline import BlockLoop
+from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.refinement import UnitRefiner
 from gsq_module.run_directory import UnitShards
 from gsq_module.streaming.activations import Location
@@ -155,12 +158,19 @@ def rehearse(
         callbacks.append(watch)
         loop(clock, folder, indices, STEPS)
         del ballast
-        with clock.stage("evaluate"):
-            at_once = min(data.sequences_at_once(job.evaluation_seq_len), job.evaluation_samples)
-            texts = {"rehearsal": text(at_once * world_size, job.evaluation_seq_len)}
-            place = cast(Location, job.evaluation_store)
-            scratch = folder / f"activations{rank}"
-            streamed_perplexity(model, texts, at_once, scratch, None, data.pin_memory, indices, place)
+        at_once = min(data.sequences_at_once(job.evaluation_seq_len), job.evaluation_samples)
+        texts = {"rehearsal": text(at_once * world_size, job.evaluation_seq_len)}
+        place = cast(Location, job.evaluation_store)
+        scratch = folder / f"activations{rank}"
+
+        def states(part: Path, weights: Mapping[str, QuantizedWeight]) -> HiddenStates:
+            return hidden_states(model, texts, at_once, part, weights, data.pin_memory, indices, place)
+
+        outer = OuterQuantizer(model, recipe, UnitShards(folder / "units", recipe.grid))
+        with closing(states(scratch / "original", {})) as original:
+            original.leave_device()
+            with clock.stage("evaluate"), closing(states(scratch, outer.weights({}))) as quantized:
+                measure(quantized, original)
     finally:
         recipe.store = chosen
         callbacks[:] = [callback for callback in callbacks if callback is not watch]

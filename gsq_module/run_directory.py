@@ -13,6 +13,7 @@ Every write goes to a temporary file first, is fsynced, and is renamed into plac
     metrics/             CSV logs
     export/              the checkpoint, unless export_dir says otherwise
     summary.json
+    report/              index.html, made of the summary and the metrics
 """
 
 from __future__ import annotations

@@ -35,13 +35,19 @@ class RecipeTrainer(Trainer):
         datamodule: CalibrationData,
         checkpoint: str | None = None,
         whole_model: bool = False,
+        compare: bool = True,
+        tasks: str | None = None,
         check: bool = False,
     ) -> None:
-        """Measure the perplexity of a checkpoint, original or exported.
+        """Measure a checkpoint, original or exported: perplexity, KL divergence to the original, top-token agreement.
 
         Args:
             checkpoint: Folder of the checkpoint; `original` for the recipe's own model; null for the run's export.
-            whole_model: Load it whole with plain transformers instead of block by block.
+            whole_model: Load it whole with plain transformers instead of block by block: its perplexity alone.
+            compare: Also pass the texts through the recipe's own model, for KL divergence and agreement of the top
+                token. Takes as long again; without it the recipe's model need not be there.
+            tasks: Also run these tasks of lm-evaluation-harness (the extra `eval`), such as `arc_easy,piqa`. Loads the
+                model whole; most tasks download their data.
             check: Instead of measuring, say which engines can load the exported checkpoint, and why not.
         """
         raise NotImplementedError("GSQCLI.evaluate does this")

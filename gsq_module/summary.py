@@ -14,9 +14,17 @@ from rich.table import Table
 from gsq_module.coverage import Coverage
 from gsq_module.export.writer import ExportReport
 from gsq_module.final_pass import TunedScales
+from gsq_module.measures import Measured
 from gsq_module.memory.stages import StageClock
 from gsq_module.memory.statistics import format_bytes, host_peak_bytes
 from gsq_module.run_directory import UnitResult
+
+TABLES = (
+    ("perplexity (lower is better)", "perplexity_by_text", ".2f"),
+    ("KL to the original, nats", "kl_divergence_by_text", ".4f"),
+    ("top token as original", "top1_agreement_by_text", ".1%"),
+)
+"""Title, key in the summary and format of each figure by text and model."""
 
 
 def device_name(device: torch.device) -> str:
@@ -26,8 +34,19 @@ def device_name(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
+def flat_figures(figures: Mapping[str, Mapping[str, Measured]]) -> dict[str, float]:
+    """Figures by `measure/text/model`, as loggers take them."""
+    return {
+        f"{measure}/{text}/{model}": value
+        for model, texts in figures.items()
+        for text, measured in texts.items()
+        for measure, value in asdict(measured).items()
+        if value is not None
+    }
+
+
 def build_summary(
-    perplexities: Mapping[str, Mapping[str, float]],
+    figures: Mapping[str, Mapping[str, Measured]],
     coverage: Coverage,
     units: Sequence[UnitResult],
     report: ExportReport | None,
@@ -42,7 +61,7 @@ def build_summary(
     """Collect what a run came to.
 
     Args:
-        perplexities: By model (`original`, `initial`, `quantized`, `reloaded`) and text; the first is the headline.
+        figures: By model (`original`, `initial`, `quantized`, `reloaded`) and text; the first is the headline.
         coverage: Of the recipe.
         units: Results in block order.
         report: Of the export; None where none was written.
@@ -54,11 +73,25 @@ def build_summary(
         tuned: Of the final pass, where there was one.
         outer: Results of embedding and head, where they are quantized.
     """
-    texts = list(next(iter(perplexities.values()), {}))
+    texts = list(next(iter(figures.values()), {}))
+
+    def by_text(measure: str) -> dict[str, dict[str, float]]:
+        return {
+            text: {
+                model: value
+                for model, measured in figures.items()
+                if (value := getattr(measured[text], measure)) is not None
+            }
+            for text in texts
+        }
+
+    perplexities = by_text("perplexity")
     return {
-        "perplexity": {model: values[texts[0]] for model, values in perplexities.items()} if texts else {},
+        "perplexity": perplexities[texts[0]] if texts else {},
         "perplexity_text": texts[0] if texts else None,
-        "perplexity_by_text": {text: {model: values[text] for model, values in perplexities.items()} for text in texts},
+        "perplexity_by_text": perplexities,
+        "kl_divergence_by_text": by_text("kl_divergence"),
+        "top1_agreement_by_text": by_text("top1_agreement"),
         "bits_per_weight": report.bits_per_weight if report else None,
         "average_bits": report.average_bits if report else None,
         "coverage": {
@@ -81,17 +114,35 @@ def build_summary(
     }
 
 
+def around_the_units(summary: Mapping[str, Any]) -> list[str]:
+    """A line for each of embedding, head and final pass, where there are any."""
+    lines = []
+    for part in summary["outer"]:
+        solved = f" rounded, {part['refined_error']:.6f} by GPTQ" if part["kept"] == "refined" else ""
+        lines.append(f"{part['unit']}: relative error {part['initial_error']:.6f}{solved}")
+    if summary["final_pass"]:
+        tuned = summary["final_pass"]
+        lines.append(
+            f"final pass: KL divergence from the original {tuned['before']:.4f} -> {tuned['after']:.4f}"
+            + ("" if tuned["kept"] else "; the scales stay as they were")
+        )
+    return lines
+
+
 def print_summary(summary: Mapping[str, Any], console: Console | None = None) -> None:
-    """The summary as a table."""
+    """The summary as tables."""
     console = console or Console()
-    table = Table(title="perplexity (lower is better)", title_justify="left")
-    table.add_column("text")
-    models = list(summary["perplexity"])
-    for model in models:
-        table.add_column(model, justify="right")
-    for text, values in summary["perplexity_by_text"].items():
-        table.add_row(text, *(f"{values[model]:.2f}" for model in models))
-    if models:
+    for title, key, form in TABLES:
+        by_text = summary[key]
+        models = list(next(iter(by_text.values()), {}))
+        if not models:
+            continue
+        table = Table(title=title, title_justify="left")
+        table.add_column("text")
+        for model in models:
+            table.add_column(model, justify="right")
+        for text, values in by_text.items():
+            table.add_row(text, *(format(values[model], form) for model in models))
         console.print(table)
     units = summary["units"]
     kept = sum(unit["kept"] == "initial" for unit in units)
@@ -102,15 +153,8 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
             f"{len(units)} units: mean relative error {before:.4f} -> {after:.4f}"
             + (f"; {kept} kept their initial codes" if kept else "")
         )
-    for part in summary["outer"]:
-        solved = f" rounded, {part['refined_error']:.6f} by GPTQ" if part["kept"] == "refined" else ""
-        console.print(f"{part['unit']}: relative error {part['initial_error']:.6f}{solved}")
-    if summary["final_pass"]:
-        tuned = summary["final_pass"]
-        console.print(
-            f"final pass: KL divergence from the original {tuned['before']:.4f} -> {tuned['after']:.4f}"
-            + ("" if tuned["kept"] else "; the scales stay as they were")
-        )
+    for line in around_the_units(summary):
+        console.print(line)
     notes = {name: note for unit in [*units, *summary["outer"]] for name, note in unit["notes"].items()}
     for name, note in notes.items():
         console.print(f"  {name}: {note}")

@@ -23,12 +23,12 @@ def load_whole(directory: str | Path, dtype: torch.dtype | str = "auto", device:
     Returns:
         The model in evaluation mode. Packed weights are decompressed in the first forward.
     """
-    with _initializing_no_packed_embedding():
+    with initializing_no_packed_embedding():
         return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map={"": device}).eval()
 
 
 @contextmanager
-def _initializing_no_packed_embedding() -> Iterator[None]:
+def initializing_no_packed_embedding() -> Iterator[None]:
     """transformers initializes what a checkpoint lacks. Of a packed linear it knows that it has no `weight`, but not of
     a packed embedding ("'Embedding' object has no attribute 'weight'"; huggingface/transformers, pull request 48123).
     """

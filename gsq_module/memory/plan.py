@@ -36,7 +36,7 @@ SETUP_CHUNKS, EAGER_CHUNKS = 4, 7
 ROW_CHUNK_BYTES = 16
 """What a weight of a row chunk of embedding or head takes at once: in float32 itself, its error and that weighed, and
 codes; or, while it is rounded, in its own dtype and three times in float32."""
-HEAD_TOKENS = 512
+HEAD_TOKENS = 256
 """Positions whose logits are computed at once (evaluation.HEAD_TOKENS)."""
 LOGIT_TOKENS = 512
 """Positions whose logits the final pass compares at once (scale_tuning.LOGIT_TOKENS)."""
@@ -123,7 +123,7 @@ class MemoryPlan:
         """Peak host memory of this rank beside Python, torch and CUDA: stores, the largest block as read, codes."""
         block = max(kind.nbytes for kind in self.blocks)
         codes = 2 * max(unit.weights for kind in self.blocks for unit in kind.units)
-        stores = self._stored("memory")
+        stores = self._stored("memory") + self._kept("memory")
         pinned = 5 * self._hidden(max(self.job.forward_batch, self.job.microbatch) * self.job.seq_len)
         # codes, packed ones, and the file of them
         outer = max((part.weights + 2 * part.packed_bytes for part in self.job.outer), default=0)
@@ -142,10 +142,12 @@ class MemoryPlan:
 
     @property
     def disk_bytes(self) -> int:
-        """Disk of the run directory: refined and initial unit shards, export, all ranks' hidden states as files."""
-        shards = self._packed_blocks + sum(part.packed_bytes for part in self.job.outer)
+        """Disk of the run directory: units (refined, initial, scales trained), export, all ranks' hidden states."""
+        outer = sum(part.packed_bytes for part in self.job.outer)
         sets = 2 if self.job.measure_initial else 1
-        return sets * shards + self.checkpoint_bytes + self.job.world_size * self._stored("disk")
+        tuned = self._packed_blocks if self.job.final_pass else 0
+        stored = self.job.world_size * (self._stored("disk") + self._kept("disk"))
+        return sets * (self._packed_blocks + outer) + tuned + self.checkpoint_bytes + stored
 
     def remedies(self, stage: str) -> list[tuple[str, int]]:
         """Changes of the recipe that lower a stage's peak, and the bytes each saves, in order of gain."""
@@ -229,10 +231,13 @@ class MemoryPlan:
         largest = max(self.blocks, key=lambda kind: kind.nbytes + kind.forward)
         evaluation = job.evaluation_seq_len / job.seq_len
         tokens = min(HEAD_TOKENS, job.evaluation_seq_len)
+        heads = {"head": job.head_bytes}
+        if any(part.kind == "head" or part.copies > 1 for part in job.outer):
+            heads["original head"] = job.head_bytes
         pieces = [
             {"block": largest.nbytes, "working set": int(largest.forward * min(1.0, evaluation)), "hidden": 4 * hidden},
-            # in float32: logits and the metric's probabilities
-            {"head": job.head_bytes, "logits": 2 * FLOAT32 * tokens * job.vocabulary, "cuBLAS": CUBLAS_BYTES},
+            # in float32: log-probabilities of both models, and the divergence's three temporaries
+            heads | {"logits": 5 * FLOAT32 * tokens * job.vocabulary, "cuBLAS": CUBLAS_BYTES},
             placed | {"head": job.head_bytes, "cuBLAS": CUBLAS_BYTES},
             placed | {"embedding": job.vocabulary_bytes, "hidden states": 3 * hidden},
         ]
@@ -380,6 +385,11 @@ class MemoryPlan:
             self.store_bytes if job.store == place else 0,
             self.evaluation_store_bytes if job.evaluation_store == place else 0,
         )
+
+    def _kept(self, place: str) -> int:
+        """The original's hidden states, kept through the run for others to be compared with; never on the device."""
+        kept_in = "memory" if self.job.evaluation_store == "device" else self.job.evaluation_store
+        return self.evaluation_store_bytes if kept_in == place else 0
 
     def _on_device(self) -> int:
         return self.store_bytes if self.job.store == "device" else 0

@@ -146,11 +146,19 @@ class StreamedModel:
                 owner._buffers[leaf] = value
         return module
 
+    def _weights_name(self, path: str | None) -> str | None:
+        """The module path that hard weights of embedding or head are found by."""
+        return self.embedding_path if path == self.head_path and self.is_tied else path
+
+    def replaces_head(self, weights: Mapping[str, QuantizedWeight]) -> bool:
+        """Whether `head` with these hard weights is another one than the checkpoint's."""
+        return self._weights_name(self.head_path) in weights
+
     @torch.no_grad()
     def _place(self, path: str, weights: Mapping[str, QuantizedWeight]) -> None:
         """Put hard weights into the loaded embedding or head, where there are any for it."""
-        name = self.embedding_path if path == self.head_path and self.is_tied else path
-        if name not in weights:
+        name = self._weights_name(path)
+        if name is None or name not in weights:
             return
         target, weight = self.model.get_submodule(path).weight, weights[name]
         for rows in batches(len(target), PLACED_ROWS):

@@ -252,7 +252,7 @@ class TestFigures:
         assert made.store_bytes == (3 + 1) * (16 + 32 + 4) * SEQ_LEN * 64 * 2
 
     def test_hidden_states_of_evaluation_count_where_they_lie(self, planned, bare) -> None:
-        """streamed_perplexity keeps them on the device where they take little of it, whatever model.store says."""
+        """Evaluation keeps them on the device where they take little of it, whatever model.store says."""
         few, many = planned("llama"), plan_of(bare("llama"), evaluation_samples=4004)
         more = 4000 * SEQ_LEN * 64 * 2
         assert many.predicted("evaluate", None, None) - few.predicted("evaluate", None, None) == more

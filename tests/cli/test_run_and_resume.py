@@ -117,7 +117,7 @@ def test_evaluate_agrees_block_by_block_and_whole(finished_toy, run_cli) -> None
         outcome = run_cli("evaluate", "--config", finished_toy.recipe, *args)
         assert outcome.status == 0, outcome.err
         assert outcome.cli is not None
-        value = outcome.cli.perplexity["words"]
+        value = outcome.cli.measured["words"].perplexity
         assert f"words: perplexity {value:.3f}" in outcome.out
         return value
 

@@ -66,5 +66,7 @@ def test_offline_all_blocks_are_one_run_whose_step_only_rises(
     assert outcome.cli is not None
     perplexity = outcome.cli.summary["perplexity"]["quantized"]
     assert logged[-1][1]["perplexity/words/quantized"] == pytest.approx(perplexity)
+    pictures = {name for _, data in logged for name in data if name.startswith("report/")}
+    assert {"report/errors", "report/losses", "report/figures", "report/continuations"} <= pictures
     # W&B is beside the CSV log, not in its place.
     assert (run_dir / "metrics" / "version_0" / "metrics.csv").is_file()

@@ -28,6 +28,9 @@ def assert_same_result(run, alone) -> None:
         assert unit["notes"] == other["notes"]
         for key in ("initial_error", "refined_error"):
             assert unit[key] == pytest.approx(other[key], rel=1e-6)
+    for name in ("kl_divergence_by_text", "top1_agreement_by_text"):
+        for model, value in summary[name]["held_out"].items():
+            assert value == pytest.approx(expected[name]["held_out"][model], rel=1e-4)
     for name, value in summary["perplexity"].items():
         assert value == pytest.approx(expected["perplexity"][name], rel=1e-5)
 

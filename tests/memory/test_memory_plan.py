@@ -148,7 +148,7 @@ class TestTerms:
         embed, evaluate, reload = (stage(made, name, None, None).terms for name in ("embed", "evaluate", "reload"))
         assert embed["embedding"] == 2 * GIB
         assert evaluate["head"] == 2 * GIB
-        assert evaluate["logits"] == 512 * 248320 * 2 * 4  # logits and probabilities
+        assert evaluate["logits"] == 256 * 248320 * 5 * 4  # of both models, and what their divergence takes
         assert reload["model"] == 50 * GIB
         assert reload["logits"] == SEQ_LEN * 248320 * 2 * 4
         small = plan(vocabulary_bytes=0, head_bytes=0, vocabulary=97)
@@ -215,7 +215,10 @@ class TestStages:
         on_device = plan(store="device", evaluation_store="device")
         assert made.store_bytes == 4 * STATE
         assert made.host_bytes - on_device.host_bytes == 4 * STATE
-        assert plan(store="disk", evaluation_store="disk").host_bytes == on_device.host_bytes
+        # the original's evaluation states are kept, but not on the device
+        on_disk, kept = plan(store="disk", evaluation_store="disk"), made.evaluation_store_bytes
+        assert on_device.host_bytes - on_disk.host_bytes == kept > 0
+        assert on_disk.disk_bytes - plan(store="disk").disk_bytes == kept
         assert plan(store="disk").disk_bytes - made.disk_bytes == 4 * STATE
         # evaluation's states are never there together with calibration's: the larger count
         only = plan(store="device", evaluation_samples=64)
@@ -224,6 +227,13 @@ class TestStages:
         shards = 3 * (WEIGHTS // 4 + WEIGHTS // 128 * 2)
         assert made.disk_bytes == 2 * shards + 5 * GIB
         assert plan(measure_initial=True).disk_bytes == 3 * shards + 5 * GIB
+        assert plan(final_pass=True).disk_bytes == 3 * shards + 5 * GIB
+        several = [
+            plan(store=store, evaluation_store=store, world_size=2, strategy="ddp") for store in ("disk", "memory")
+        ]
+        assert several[0].disk_bytes - several[1].disk_bytes == 2 * (
+            several[0].store_bytes + several[0].evaluation_store_bytes
+        )
 
 
 def two_kinds():

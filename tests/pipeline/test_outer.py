@@ -63,7 +63,7 @@ def test_perplexity_is_that_of_the_quantized_embedding_and_head(untied):
     export = load_whole(run_dir / "export").state_dict()
     assert "model.embed_tokens.weight_packed" in export
     assert "lm_head.weight_packed" in export
-    evaluated = run(recipe, run_dir, *BOTH, command="evaluate").perplexity["held_out"]
+    evaluated = run(recipe, run_dir, *BOTH, command="evaluate").measured["held_out"].perplexity
     assert evaluated == pytest.approx(summary_of(run_dir)["perplexity"]["quantized"], rel=1e-6)
 
 

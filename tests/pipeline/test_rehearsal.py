@@ -108,6 +108,23 @@ def test_what_the_disk_has_no_room_for_does_not_fit(hybrid, tmp_path, monkeypatc
     assert "NOT ENOUGH; --run_dir on a larger disk" in found["verdict"][0]
 
 
+def test_the_head_is_quantized_and_evaluated_beside_the_originals(hybrid, tmp_path, monkeypatch):
+    loaded = []
+    head = StreamedModel.head
+
+    def noted(model, quantized=None):
+        loaded.append((id(model), model.replaces_head(quantized)))
+        return head(model, quantized)
+
+    monkeypatch.setattr(StreamedModel, "head", noted)
+    cli = run(hybrid, tmp_path, "--model.head_bits=4", "--model.store=memory", command="rehearse")
+    (evaluate,) = [row for row in cli.rehearsed if row.stage == "evaluate"]
+    assert evaluate.predicted
+    (ours, replaced), (other, kept) = loaded
+    assert ours != other
+    assert (replaced, kept) == (True, False)
+
+
 def test_of_several_ranks_each_figure_is_the_worst():
     def row(seconds: float, allocated: int, margin: int) -> Rehearsed:
         return Rehearsed("refine", 0, "mlp", seconds, allocated, allocated + 1, margin, 7, 10 * seconds)

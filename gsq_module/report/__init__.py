@@ -1,0 +1,1 @@
+"""`run_dir/report/index.html`: what a run came to, with pictures, in one file that needs no network."""

@@ -1,0 +1,66 @@
+"""What a run directory tells of its run: the summary, and the metrics of all commands that worked on it."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Record:
+    """A finished run.
+
+    Attributes:
+        summary: summary.json.
+        metrics: Rows of the CSV logs in the order of logging. A resumed run has one log a command, each of which counts
+            its steps from 0; here `step` goes on over all of them.
+    """
+
+    summary: dict[str, Any]
+    metrics: list[dict[str, float]]
+
+    @classmethod
+    def of(cls, run_dir: Path) -> Record:
+        """Read a run directory.
+
+        Raises:
+            FileNotFoundError: No finished run is in it.
+        """
+        file = run_dir / "summary.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"run_dir={str(run_dir)!r} holds no finished run: {file} is missing. Run fit first")
+        metrics: list[dict[str, float]] = []
+        logs = run_dir.glob("metrics/version_*/metrics.csv")
+        for log in sorted(logs, key=lambda path: int(path.parent.name.removeprefix("version_"))):
+            offset = max((row["step"] for row in metrics), default=0.0)
+            with log.open(newline="") as opened:
+                for row in csv.DictReader(opened):
+                    values = {key: float(value) for key, value in row.items() if value}
+                    metrics.append(values | {"step": values.get("step", 0.0) + offset})
+        return cls(json.loads(file.read_text()), metrics)
+
+    def series(self, name: str) -> tuple[list[float], list[float]]:
+        """Steps and values of one metric."""
+        rows = [row for row in self.metrics if name in row]
+        return [row["step"] for row in rows], [row[name] for row in rows]
+
+    def loss_curves(self) -> list[tuple[int, list[float], list[float]]]:
+        """Of each unit in order: its block, steps since its start, and `train/error` there.
+
+        A unit that was cut off has no end in the log: what is known of it joins the curve of its second try.
+        """
+        curves = []
+        steps: list[float] = []
+        errors: list[float] = []
+        for row in self.metrics:
+            if "train/error" in row:
+                steps.append(row["step"])
+                errors.append(row["train/error"])
+            if "unit/block" in row:
+                if steps:
+                    curves.append((int(row["unit/block"]), [step - steps[0] for step in steps], errors))
+                steps, errors = [], []
+        return curves

@@ -1,0 +1,141 @@
+"""benchmarks/accuracy.py: the published algorithm as a refinement, the jobs, the table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import accuracy
+import pytest
+import yaml
+from accuracy_job import METHODS, PublishedCLI, run_job
+from accuracy_table import table
+from toy_models import family, save, words
+
+from gsq_module import cli
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """An output folder whose texts are there already."""
+    folder = tmp_path / "out"
+    (folder / "texts").mkdir(parents=True)
+    for number, name in enumerate(("speeches_before_1982", "speeches", "python_topics", "wikipedia")):
+        (folder / "texts" / f"{name}.jsonl").write_text(json.dumps({"text": words(6000, seed=number)}) + "\n")
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    save(family("llama", num_hidden_layers=2), tmp_path / "model")
+    settings = {
+        "model": {
+            "path": str(tmp_path / "model"),
+            "group_size": 32,
+            "units": ["mlp"],
+            "dtype": "float32",
+            "refinement": {"epochs": 4},
+        },
+        "data": {
+            "calibration": {"class_path": "gsq_module.data.Speeches"},
+            "evaluation": {},
+            "seq_len": 32,
+            "train_samples": 128,
+            "validation_samples": 4,
+            "gptq_samples": 8,
+            "evaluation_samples": 4,
+            "batch_size": 16,
+        },
+        "trainer": {"accelerator": "cpu", "limit_val_batches": 0, "enable_progress_bar": False, "logger": False},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def fitted(method: str, recipe: Path, out: Path, *options: str) -> dict:
+    return run_job(method, [f"--config={recipe}", *accuracy.text_options(out / "texts"), *options], out / method)
+
+
+@pytest.fixture
+def alone(monkeypatch) -> None:
+    """A job has a process of its own, and changes it."""
+    monkeypatch.setattr(sys, "argv", ["job"])
+    monkeypatch.setattr(cli, "GSQCLI", cli.GSQCLI)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("bits", [2, 3])
+def test_the_published_algorithm_refines_what_gptq_begins(bits, recipe, out, monkeypatch):
+    # The paper's defaults are for thousands of steps.
+    few_steps = {"lr": 2e-3, "init_std": 0.003, "init_strength": 20}
+    changes = {f"model.refinement.{key}": value for key, value in few_steps.items()}
+    monkeypatch.setitem(METHODS, "published-16-fp32", METHODS["published-16-fp32"] | changes)
+    start = fitted("gptq", recipe, out, f"--model.bits={bits}")
+    result = fitted("published-16-fp32", recipe, out, f"--model.bits={bits}")
+    assert cli.GSQCLI is PublishedCLI
+    summary = json.loads((out / "published-16-fp32" / "summary.json").read_text())
+    assert [unit["steps"] for unit in summary["units"]] == [32, 32]
+    assert any(unit["kept"] == "refined" and unit["codes_changed"] > 0 for unit in summary["units"])
+    initial = json.loads((out / "gptq" / "summary.json").read_text())["units"][0]["initial_error"]
+    assert summary["units"][0]["initial_error"] == pytest.approx(initial, rel=1e-6), "the same start"
+    assert result["perplexity"]["wikipedia"]["original"] == start["perplexity"]["wikipedia"]["original"]
+    assert set(result["kl_divergence"]) == {"speeches", "python_topics", "wikipedia"}
+
+
+@pytest.mark.usefixtures("alone")
+def test_ours_takes_the_final_pass_and_the_others_do_not(recipe, out):
+    for method, passes in (("ours", True), ("published-16-fp32", False)):
+        fitted(method, recipe, out, "--model.final_pass.epochs=1", "--model.refinement.epochs=1")
+        summary = json.loads((out / method / "summary.json").read_text())
+        assert bool(summary["final_pass"]) is passes
+
+
+def test_a_budget_is_that_of_any_machine(recipe):
+    def budget(*words: str) -> str:
+        return accuracy.budget_of(recipe, words)
+
+    assert budget("--model.path", "here", "--model.gguf_file", "null") == budget("--model.path=there") == budget()
+    assert budget("--model.final_pass.epochs", "2") == budget("--model.final_pass.epochs=2") != budget()
+
+
+def row(method: str, seed: int, perplexity: float, **changes) -> dict:
+    return {
+        "method": method,
+        "bits": "2",
+        "seed": seed,
+        "perplexity": {"speeches": {"original": 20.0, "quantized": perplexity}},
+        "kl_divergence": {"speeches": {"quantized": 0.5}},
+        "top1_agreement": {"speeches": {"quantized": 0.75}},
+        "seconds": {"refine": 100.0, "total": 200.0},
+        "resumed": False,
+        "peak_device_bytes": 0,
+    } | changes
+
+
+def test_the_table_holds_means_and_their_spread():
+    rows = [row("gptq", 0, 60.0), row("gptq", 1, 70.0, seconds={}), row("ours", 0, 30.0, resumed=True)]
+    head, _, original, gptq, ours = table(rows).splitlines()
+    assert "speeches: kl divergence" in head
+    assert "| 16 | original | 20.00 | 0 | 100% |" in original
+    assert gptq.startswith("| 2 | gptq | 65.00 (60.00 to 70.00) | 0.500 (0.500 to 0.500) | 75.0% (75.0% to 75.0%) |")
+    assert gptq.endswith("| 50 (0 to 100) | not counted | 2 |")
+    assert ours.startswith("| 2 | ours | 30.00 | 0.500 | 75.0% | resumed |")
+
+
+@pytest.mark.slow
+def test_jobs_are_run_once_and_failures_are_named(recipe, out, capsys):
+    common = [f"--config={recipe}", f"--out={out}", "--bits", "2", "--seeds", "0", "--processes", "2"]
+    assert accuracy.main([*common, "--methods", "rtn", "ours", "--model.refinement.epochs=1"]) == 0
+    assert "| 2 | rtn |" in capsys.readouterr().out
+    assert len(accuracy.read_rows(out / "results.jsonl")) == 2
+    assert accuracy.main([*common, "--methods", "rtn", "ours", "--model.refinement.epochs=1"]) == 0
+    assert "2 runs, 2 of them finished before" in capsys.readouterr().out
+    assert len(accuracy.read_rows(out / "results.jsonl")) == 2
+    assert "| 2 | ours |" in (out / "table.md").read_text()
+    # another budget; the time is over before it begins
+    assert accuracy.main([*common, "--methods", "rtn", "--minutes", "0", "--model.refinement.epochs=2"]) == 0
+    assert "not finished" in capsys.readouterr().out
+    assert accuracy.main([*common, "--methods", "rtn", "--model.group_size=7"]) == 1
+    assert "failed: 2bit-rtn-seed0" in capsys.readouterr().out
