@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
         The summary; on ranks other than the first, which write nothing, an empty one.
     """
     recipe, directory = run.recipe, run.directory
+    run.take_up(began)
     coverage = measure_coverage(model, recipe)
     run.say("original: perplexity")
     perplexities = {"original": run.perplexity(model)}
@@ -44,6 +44,7 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     run.say("quantized: export and perplexity")
     shards = directory.units(recipe.grid)
     report = ranks.from_first(lambda: run.export(model, coverage))
+    run.keep_progress()
     perplexities["quantized"] = run.perplexity(model, shards.weights())
     peaks = ranks.gather(max(run.clock.peak_memory.values(), default=0))
     # One process does what remains. Loading an export, compressed-tensors would want the help of all connected ones.
@@ -53,24 +54,29 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     dense_bytes = sum(parameter.numel() for parameter in model.model.parameters()) * (torch.finfo(run.dtype).bits // 8)
     if dense_bytes <= run.reload_max_gib * 2**30:
         perplexities["reloaded"] = run.reloaded_perplexity()
-    seconds = time.perf_counter() - began
     predicted = run.plan.by_stage() if run.plan is not None else {}
     summary = build_summary(
-        perplexities, coverage, results, report, run.clock, seconds, str(directory.export), predicted, peaks
+        perplexities, coverage, results, report, run.clock, run.total_seconds, str(directory.export), predicted, peaks
     )
     path = directory.write_summary(summary)
     for logger in run.trainer.loggers:
         flat = {f"perplexity/{text}/{name}": v for name, values in perplexities.items() for text, v in values.items()}
-        logger.log_metrics(flat, step=run.trainer.global_step)
+        logger.log_metrics(flat, step=sum(result.steps for result in results))
         logger.finalize("success")
+    directory.finish()
+    run.keep_progress("done")
     print_summary(summary)
     print(f"summary: {path}")
     return summary
 
 
-def export(run: Run) -> ExportReport:
-    """Export the finished units of a run again; one process does it."""
-    model = run.open_model()
+def export(run: Run, model: StreamedModel) -> ExportReport:
+    """Export the finished units of a run again; one process does it.
+
+    Args:
+        run: Checked by `check_recipe`.
+        model: As `open_model` returned it.
+    """
     report = run.export(model, measure_coverage(model, run.recipe))
     print(f"{run.directory.export}: {len(report.files)} file(s), {format_bytes(report.total_bytes)}")
     return report

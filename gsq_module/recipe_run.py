@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +26,16 @@ from gsq_module.export.reader import open_checkpoint
 from gsq_module.export.writer import ExportReport, export_checkpoint
 from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.stages import StageClock, StageListener
+from gsq_module.metrics_log import log_once
 from gsq_module.module import GSQModule
 from gsq_module.pipeline import BlockLoop
 from gsq_module.refinement import UnitRefiner
-from gsq_module.run_directory import RunDirectory, UnitResult, UnitShards
+from gsq_module.run_directory import Progress, RunDirectory, UnitResult, UnitShards
+from gsq_module.snapshots import Snapshots
+from gsq_module.storage import StorageError
 from gsq_module.streaming import source
 from gsq_module.streaming.model import StreamedModel
+from gsq_module.verification import verify_export
 
 STRATEGIES = (SingleDeviceStrategy, DDPStrategy)
 """Of Lightning's, those whose fits leave every rank with the same relaxed weights."""
@@ -62,6 +67,9 @@ class Run:
     directory: RunDirectory
     reload_max_gib: float
     plan: MemoryPlan | None = field(default=None, init=False)
+    began: float = field(default_factory=time.perf_counter, init=False)
+    seconds_before: float = field(default=0.0, init=False)
+    sessions: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
         self.device: torch.device = self.trainer.strategy.root_device
@@ -94,7 +102,7 @@ class Run:
         try:
             folder = source.locate(self.recipe.path, self.recipe.gguf_file)
             if folder is not None:
-                check_destination(folder, self.directory.export)
+                self._check_places(folder)
         except (ValueError, FileNotFoundError) as error:
             problems.append(str(error))
         try:
@@ -111,6 +119,15 @@ class Run:
                 "leave it out, or name ddp or sharded"
             )
         raise_collected(problems)
+
+    def _check_places(self, source_folder: Path) -> None:
+        """Refuse an export over, and a run directory in, the folder of the model."""
+        check_destination(source_folder, self.directory.export)
+        source_folder, run_dir = source_folder.resolve(), self.directory.path.resolve()
+        if self.recipe.gguf_file is None and source_folder in (run_dir, *run_dir.parents):
+            raise ValueError(
+                f"run_dir={str(run_dir)!r} lies in the folder of the model {source_folder}: choose another"
+            )
 
     def _share_batch(self) -> list[str]:
         """Settle accumulate_grad_batches and microbatch_size: both only divide the batch of one optimizer step."""
@@ -136,7 +153,7 @@ class Run:
         return []
 
     def start_loggers(self) -> None:
-        """Make every logger connect now: a missing key or network must not show after hours."""
+        """Make every logger connect now: a missing key or network must not show after hours. No row is logged twice."""
         for logger in self.trainer.loggers:
             try:
                 _ = logger.experiment  # type: ignore[attr-defined]
@@ -145,6 +162,36 @@ class Run:
                     f"trainer.logger: {type(logger).__name__} cannot start ({type(error).__name__}: {error}). "
                     "For W&B: wandb login, or work offline with --trainer.logger.init_args.offline true"
                 ) from error
+        log_once(self.trainer.loggers)
+
+    # --- what the sessions of a run come to together -----------------------------------------------------------------
+
+    def take_up(self, began: float) -> None:
+        """Go on with the time and the peaks of earlier sessions. Rank 0 keeps them.
+
+        Args:
+            began: `time.perf_counter()` at the start of the command.
+        """
+        self.began = began
+        if not ranks.is_first():
+            return
+        before = self.directory.progress()
+        self.seconds_before = before.seconds.pop("total", 0.0)
+        self.sessions = before.sessions + 1
+        self.clock.seconds.update(before.seconds)
+        self.clock.peak_memory.update(before.peak_memory)
+        self.keep_progress()
+
+    @property
+    def total_seconds(self) -> float:
+        """Of all sessions. Of one that was killed, up to its last finished unit."""
+        return self.seconds_before + time.perf_counter() - self.began
+
+    def keep_progress(self, state: str = "running") -> None:
+        """Write down what the sessions have come to so far."""
+        if ranks.is_first():
+            seconds = {"total": self.total_seconds, **self.clock.seconds}
+            self.directory.write_progress(Progress(state, self.sessions, seconds, dict(self.clock.peak_memory)))
 
     # --- the parts of a run ------------------------------------------------------------------------------------------
 
@@ -152,7 +199,7 @@ class Run:
         """The recipe's checkpoint, on the meta device, its geometry checked against the recipe."""
         with ranks.first_alone():
             folder = source.fetch(self.recipe.path, self.recipe.gguf_file, self.directory.source)
-        check_destination(folder, self.directory.export)  # of a model from the hub, check_recipe could not
+        self._check_places(folder)  # of a model from the hub, check_recipe could not
         model = StreamedModel.from_checkpoint(open_checkpoint(folder), self.device, self.dtype)
         raise_collected(check_geometry(model, self.recipe))
         return model
@@ -210,13 +257,18 @@ class Run:
             steps=steps,
             on_unit=self._log_refined if steps else self._tell,
             pin_memory=self.data.pin_memory,
+            snapshots=Snapshots(
+                self.directory.snapshots / shards.directory.name, self.recipe.snapshot_every, samples.tokens
+            ),
         )
         units = [(index, kind) for index in range(loop.num_blocks) for kind in self.recipe.units]
-        finished = sum(shards.result(*unit) is not None for unit in units)
+        finished = [shards.result(*unit) is not None for unit in units]
+        refiner = UnitRefiner(self.trainer, self.recipe, self.data)
+        refiner.count_from(finished.index(False) * steps if False in finished else len(units) * steps)
         self.clock.num_blocks = loop.num_blocks
-        self.progress.begin_run(len(units), finished)
+        self.progress.begin_run(len(units), sum(finished))
         try:
-            return loop.run(shards, UnitRefiner(self.trainer, self.recipe, self.data))
+            return loop.run(shards, refiner)
         finally:
             self.progress.end_run()
 
@@ -225,6 +277,7 @@ class Run:
         if result.steps:
             text += f" -> {result.refined_error:.4f}" if result.kept == "refined" else ", initial codes kept"
         self.progress.end_unit(text)
+        self.keep_progress()
 
     def _log_refined(self, result: UnitResult) -> None:
         self._tell(result)
@@ -238,7 +291,12 @@ class Run:
             logger.log_metrics(metrics, step=self.trainer.global_step)
 
     def export(self, model: StreamedModel, coverage: Coverage) -> ExportReport:
-        """Write the finished units as a checkpoint."""
+        """Write the finished units as a checkpoint, and read it back.
+
+        Raises:
+            ValueError: Units are missing, or the destination is refused.
+            StorageError: The disk is full, or gives back something else than was written.
+        """
         weights = self.directory.units(self.recipe.grid).weights()
         missing = [name for name in coverage.quantized if name not in weights]
         if missing:
@@ -247,7 +305,7 @@ class Run:
                 f"layers ({', '.join(missing[:3])} ...): the run is not finished. Start fit again, same --config"
             )
         with self.clock.stage("export"):
-            return export_checkpoint(
+            report = export_checkpoint(
                 model.checkpoint,
                 self.directory.export,
                 weights,
@@ -256,6 +314,13 @@ class Run:
                 ignore=coverage.float_linears,
                 tied=[f"{model.head_path}.weight"] if model.is_tied else [],
             )
+            problems = verify_export(self.directory.export, weights)
+            if problems:
+                listed = "\n  ".join(problems)
+                raise StorageError(
+                    f"the export does not read back as it was written:\n  {listed}\nIs the disk failing?"
+                )
+            return report
 
     def perplexity(self, model: StreamedModel, weights: Mapping[str, Any] | None = None) -> dict[str, float]:
         with self.clock.stage("evaluate"):
