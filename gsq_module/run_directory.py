@@ -127,7 +127,9 @@ class UnitShards:
             result = UnitResult(**json.loads(text))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError):
             return None
-        if checksums != layers | {RESULT: hashlib.sha256(text.encode()).hexdigest()}:
+        if path != self._file(result.block, result.unit) or checksums != layers | {
+            RESULT: hashlib.sha256(text.encode()).hexdigest()
+        }:
             return None
         self._verified[path] = (signature, result)
         return result

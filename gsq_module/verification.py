@@ -140,7 +140,7 @@ def verify_export(folder: Path, units: QuantizedWeights | None = None) -> list[s
         return [*problems, f"{folder / CONFIG_FILE}: it has no quantization_config, or one without config groups"]
     grid = next((grid for grid in GRIDS.values() if grid.name == about.get("grid")), None)
     seen: set[str] = set()
-    size = 0
+    size, unreadable = 0, False
     for name in sorted(set(listed.values())):
         try:
             with safe_open(folder / name, framework="pt") as file:
@@ -155,6 +155,9 @@ def verify_export(folder: Path, units: QuantizedWeights | None = None) -> list[s
                 size += sum(file.get_tensor(key).nbytes for key in stored)
         except (OSError, SafetensorError, ValueError) as error:
             problems.append(f"{name} cannot be read: {error}")
+            unreadable = True
+    if unreadable:  # nor could what follows
+        return problems
     if size != total:
         problems.append(f"{INDEX_FILE}: total_size is {total}, the tensors have {size} bytes")
     if units is not None:

@@ -132,7 +132,9 @@ class TestWithoutTheModel:
         if damage == "gone":
             file.unlink()
         else:
-            file.write_text({"empty": "", "cut": whole[:40], "flipped": whole.replace("model.bits", "modem.bits")}[damage])
+            file.write_text(
+                {"empty": "", "cut": whole[:40], "flipped": whole.replace("model.bits", "modem.bits")}[damage]
+            )
         outcome = run_cli("fit", "--config", toy.recipe, "--run_dir", toy_run)
         assert outcome.status == 2
         assert f"{file} is {'damaged' if damage in ('cut', 'flipped') else 'missing or empty'}" in outcome.error

@@ -134,7 +134,9 @@ def main(recipe: str, folder: str, how: str, count: str, seed: str, *options: st
         for number, (place, at) in enumerate(choose(places, int(count), int(seed))):
             name = f"killed{number}"
             kill = {"place": place, "at": at, "killed": say(name, at), "resumed": say(name)}
-            kills.append(kill | {"different": differences(into / name, undisturbed) if not kill["resumed"] else ["all"]})
+            kills.append(
+                kill | {"different": differences(into / name, undisturbed) if not kill["resumed"] else ["all"]}
+            )
             shutil.rmtree(into / name)
     else:
         numbers = random.Random(int(seed))
