@@ -100,7 +100,7 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run_without_a_doubled_step(
         patch.setattr(GSQModule, "training_step", stopping)
         with pytest.raises(RuntimeError, match="interrupted"):
             run_cli(*fit, *offline)
-    wandb.teardown()
+    wandb.finish()
     assert [data["trainer/global_step"] for _, data in logged if "train/error" in data] == list(range(11))
     outcome = run_cli(*fit, *offline)
     assert outcome.status == 0, outcome.err

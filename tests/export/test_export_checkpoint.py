@@ -356,7 +356,7 @@ def test_a_full_disk_is_found_before_anything_is_written(job: Job, monkeypatch: 
     usage = shutil.disk_usage(job.source)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=report.total_bytes // 2))
     monkeypatch.setattr(writer, "save_file", lambda *arguments, **keywords: pytest.fail("wrote a shard"))
-    with pytest.raises(ValueError, match=r"needs 0\.\d+ GB, but 0\.\d+ GB are free"):
+    with pytest.raises(ValueError, match=r"needs 0\.\d+ MB, but 0\.\d+ MB are free"):
         job.export()
     assert contents(job.destination) == old
 
