@@ -29,6 +29,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("NETRC", str(tmp_path / "home" / ".netrc"))
     monkeypatch.setenv("WANDB_SILENT", "true")
     yield folder
+    wandb.finish()
     wandb.teardown()
 
 
