@@ -142,6 +142,9 @@ class GSQCLI(LightningCLI):
                 arguments = logger.init_args
                 if arguments.get("id") is None and arguments.get("version") is None:
                     arguments["id"] = RunDirectory(self._run_dir).wandb_id()
+                if arguments.get("resume") is None:
+                    # The parser passes wandb.init's default on, which would begin the known run anew, and empty it.
+                    arguments["resume"] = "allow"
                 if arguments.get("save_dir") in (None, "."):
                     arguments["save_dir"] = self._run_dir
 
