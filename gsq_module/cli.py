@@ -1,4 +1,4 @@
-"""The command line: LightningCLI with the subcommands fit, export, evaluate, plan and rehearse; doctor beside it."""
+"""The command line: LightningCLI with fit, export, evaluate, plan and rehearse; doctor and verify beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,19 +15,32 @@ import yaml
 from jsonargparse.typing import NonNegativeFloat
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 import gsq_module
 from callbacks import OOMReport, RunProgress
-from gsq_module import commands, doctor, forecasts, ranks, recipe_run, strategy_choice
+from gsq_module import (
+    commands,
+    doctor,
+    fingerprint,
+    forecasts,
+    ranks,
+    recipe_run,
+    space,
+    strategy_choice,
+    verification,
+)
 from gsq_module.data.module import CalibrationData
 from gsq_module.memory.allocator import apply_policy
 from gsq_module.memory.oom import exit_code_of
+from gsq_module.metrics_log import RunCSVLogger
 from gsq_module.module import GSQModule
 from gsq_module.nccl import NCCL
 from gsq_module.run_directory import RunDirectory
+from gsq_module.run_lock import locked
+from gsq_module.storage import FULL, StorageError, storing
 from gsq_module.strategies import register_strategies
 from gsq_module.subcommands import USAGE, RecipeParser, RecipeTrainer
 from gsq_module.tasks import check_tasks
@@ -42,6 +55,7 @@ FREE_FIELDS = (
     "data.pin_memory",
     "model.kernels",
     "model.measure_initial",
+    "model.snapshot_every",
     "model.store",
     "model.targets",
 )
@@ -84,7 +98,8 @@ class GSQCLI(LightningCLI):
             parser_class=RecipeParser,
             parser_kwargs={
                 "description": "Quantize large language models to 1-4 bits with GSQ. `run.py doctor` needs no recipe: "
-                "it shows what is installed, what the GPUs have free, and what is likely to go wrong.",
+                "it shows what is installed, what the GPUs have free, and what is likely to go wrong. Nor does "
+                "`run.py verify RUN_OR_EXPORT`, which looks for damage in a run directory or an export.",
                 **{name: {"usage": USAGE.format(name)} for name in self.subcommands()},
             },
             args=args,
@@ -141,6 +156,9 @@ class GSQCLI(LightningCLI):
                 arguments = logger.init_args
                 if arguments.get("id") is None and arguments.get("version") is None:
                     arguments["id"] = RunDirectory(self._run_dir).wandb_id()
+                if arguments.get("resume") is None:
+                    # The parser passes wandb.init's default on, which would begin the known run anew, and empty it.
+                    arguments["resume"] = "allow"
                 if arguments.get("save_dir") in (None, "."):
                     arguments["save_dir"] = self._run_dir
 
@@ -196,7 +214,7 @@ class GSQCLI(LightningCLI):
         if self.subcommand in ("plan", "rehearse"):
             return []
         others = configured if isinstance(configured, list) else [configured] if isinstance(configured, Logger) else []
-        return [CSVLogger(self._run_dir, name="metrics"), *others]
+        return [RunCSVLogger(self._run_dir, flush_logs_every_n_steps=1), *others]
 
     @property
     def _run_dir(self) -> str:
@@ -206,28 +224,46 @@ class GSQCLI(LightningCLI):
 
     def fit(self, model: GSQModule, datamodule: CalibrationData) -> None:
         """Quantize, export, evaluate."""
-        with user_errors():
-            run = self._run(model, datamodule)
-            if ranks.is_first():
-                run.directory.prepare(self._resolved_config(), self._fingerprint())
-            forecasts.check_memory(run, self._get(self.config, "check_memory"))
-            run.start_loggers()
-            ranks.start(self.trainer, model)
-            opened = run.open_model()
-            with ranks.first_alone():  # what it downloads, the others find
-                datamodule.tokenize(run.tokenizer(opened.checkpoint.directory))
-        with run.report.watching():
-            self.summary = commands.fit(run, opened, self.began)
+        with ExitStack() as held:
+            with user_errors():
+                run = self._run(model, datamodule)
+                fields = self._fingerprint()
+                if ranks.is_first():
+                    run.directory.check(fields)  # what is refused is left as it is
+                    run.directory.make()
+                    held.enter_context(locked(run.directory.path))
+                    run.directory.prepare(self._resolved_config())
+                forecasts.check_memory(run, self._get(self.config, "check_memory"))
+                run.start_loggers()
+                ranks.start(self.trainer, model)
+                opened = run.open_model()
+                with ranks.first_alone():  # what it downloads, the others find
+                    datamodule.tokenize(run.tokenizer(opened.checkpoint.directory))
+                    if ranks.is_first():
+                        fields[fingerprint.MODEL] = fingerprint.model_identity(opened.checkpoint)
+                        rows = (datamodule.train, datamodule.validation, datamodule.gptq)
+                        fields[fingerprint.DATA] = fingerprint.data_identity(*rows)
+                        run.directory.identify(fields)
+                        space.check_space(run, opened)
+            with user_errors(StorageError), storing(run.directory.path, of=FULL), run.report.watching():
+                self.summary = commands.fit(run, opened, self.began)
 
     def export(self, model: GSQModule, datamodule: CalibrationData) -> None:
         """Write the units of a finished run as a checkpoint again."""
         with user_errors():
             run = self._run(model, datamodule)
             # With other settings the codes would be read wrongly without a word: as another number of bits, say.
-            run.directory.check(self._fingerprint())
-            with run.report.watching():
-                if ranks.is_first():
-                    commands.export(run)
+            fields = self._fingerprint()
+            run.directory.check(fields)
+            if not run.directory.path.is_dir():
+                raise FileNotFoundError(f"run_dir={str(run.directory.path)!r}: there is no run yet. Run fit first")
+            if not ranks.is_first():
+                return
+            with locked(run.directory.path), run.report.watching():
+                opened = run.open_model()
+                fields[fingerprint.MODEL] = fingerprint.model_identity(opened.checkpoint)
+                run.directory.check(fields)
+                commands.export(run, opened)
 
     def evaluate(
         self,
@@ -308,11 +344,16 @@ def _count(devices: Any) -> int:
 
 
 @contextmanager
-def user_errors():
-    """Show what a user can mend as a message, not a traceback, and exit with status 2."""
+def user_errors(*types: type[Exception]):
+    """Show what a user can mend as a message, not a traceback, and exit with status 2.
+
+    Args:
+        types: Exceptions that mean such; without any, those of checks before a run.
+    """
+    types = types or (ValueError, FileNotFoundError, MisconfigurationException)
     try:
         yield
-    except (ValueError, FileNotFoundError, MisconfigurationException) as error:
+    except types as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(USER_ERROR) from error
 
@@ -324,11 +365,14 @@ def _exit_status(error: BaseException) -> int:
 
 
 def main(args: Any = None) -> GSQCLI | None:
-    """Entry point of recipes/run.py. `doctor` returns nothing."""
+    """Entry point of recipes/run.py. `doctor` and `verify` return nothing."""
     apply_policy()  # before anything can start CUDA, which reads the setting only then
     words = sys.argv[1:] if args is None else args
     if isinstance(words, list) and words[:1] == ["doctor"]:
         doctor.main(words[1:])
+        return None
+    if isinstance(words, list) and words[:1] == ["verify"]:
+        verification.main(words[1:])
         return None
     transformers.logging.set_verbosity_warning()
     # At low temperatures most probabilities are denormal numbers, which cost a CPU many times an ordinary one. Threads

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +40,7 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
         The summary; on ranks other than the first, which write nothing, an empty one.
     """
     recipe, directory = run.recipe, run.directory
+    run.take_up(began)
     coverage = measure_coverage(model, recipe)
     run.say("original: perplexity")
     original, measured = run.original(model)
@@ -55,6 +55,7 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
         tuned = run.train_scales(model)
         run.say("quantized: export and perplexity")
         report = ranks.from_first(lambda: run.export(model, coverage))
+        run.keep_progress()
         outer = run.outer(model, directory.units(recipe.grid))
         figures["quantized"] = run.measure(model, outer.weights(run.final_units.weights()), original)
     peaks = ranks.gather(max(run.clock.peak_memory.values(), default=0))
@@ -67,10 +68,9 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     if dense_bytes <= run.reload_max_gib * 2**30:
         figures["reloaded"] = run.measure_reloaded()
         continuations = run.continuations(model.checkpoint.directory)
-    seconds = time.perf_counter() - began
     predicted = run.plan.by_stage() if run.plan is not None else {}
     summary = build_summary(
-        figures, coverage, results, report, run.clock, seconds, str(directory.export), predicted, peaks,
+        figures, coverage, results, report, run.clock, run.total_seconds, str(directory.export), predicted, peaks,
         tuned, outer.results(),
     )  # fmt: skip
     summary["continuations"] = continuations
@@ -79,8 +79,10 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     path = directory.write_summary(summary)
     _report(run)
     for logger in run.trainer.loggers:
-        logger.log_metrics(flat_figures(figures), step=run.trainer.global_step)
+        logger.log_metrics(flat_figures(figures), step=run.last_step(results))
         logger.finalize("success")
+    directory.finish()
+    run.keep_progress("done")
     print_summary(summary)
     print(*as_lines(verdicts), sep="\n")
     print(f"summary: {path}")
@@ -108,9 +110,13 @@ def _report(run: Run) -> None:
             log_report(logger, record, drawn, run.trainer.global_step)
 
 
-def export(run: Run) -> ExportReport:
-    """Export the finished units of a run again; one process does it."""
-    model = run.open_model()
+def export(run: Run, model: StreamedModel) -> ExportReport:
+    """Export the finished units of a run again; one process does it.
+
+    Args:
+        run: Checked by `check_recipe`.
+        model: As `open_model` returned it.
+    """
     report = run.export(model, measure_coverage(model, run.recipe))
     print(f"{run.directory.export}: {len(report.files)} file(s), {format_bytes(report.total_bytes)}")
     print(*as_lines(_engines(run.directory.export)), sep="\n")

@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from lightning.pytorch import Trainer
@@ -59,11 +58,13 @@ class TunedScales:
         before: KL(original || quantized) a token on the validation rows.
         after: The same with the trained scales, in the export's dtype.
         seconds: Of the pass.
+        basis: Of the units that it began with (`UnitShards.basis`).
     """
 
     before: float
     after: float
     seconds: float
+    basis: str = ""
 
     @property
     def improved(self) -> bool:
@@ -121,20 +122,28 @@ def train_scales(
     return outcome, trained if outcome.improved else dict(weights)
 
 
-def load_outcome(folder: Path) -> TunedScales | None:
-    """What a finished final pass came to; None where there is none."""
+def load_outcome(units: UnitShards, tuned: UnitShards) -> TunedScales | None:
+    """What a finished final pass came to; None where there is none, or not of these units, or not whole any more."""
     try:
-        return TunedScales(**json.loads((folder / OUTCOME_FILE).read_text()))
+        found = TunedScales(**json.loads((tuned.directory / OUTCOME_FILE).read_text()))
     except (FileNotFoundError, TypeError, ValueError):
         return None
+    whole = _places(units) == _places(tuned)
+    return found if whole and found.basis == units.basis(_places(units)) else None
 
 
 def save_tuned(
     outcome: TunedScales, weights: Mapping[str, QuantizedWeight], units: UnitShards, tuned: UnitShards
 ) -> None:
     """Store each unit again with its trained scales, and then the outcome. Rank 0 does it."""
+    (tuned.directory / OUTCOME_FILE).unlink(missing_ok=True)
     for result in units.results():
         loaded = units.load(result.block, result.unit)
         assert loaded is not None
         tuned.save(result, {name: weights[name] for name in loaded[1]})
+    outcome.basis = units.basis(_places(units))
     write_atomically(tuned.directory / OUTCOME_FILE, json.dumps(asdict(outcome)).encode())
+
+
+def _places(shards: UnitShards) -> list[tuple[int, str]]:
+    return [(result.block, result.unit) for result in shards.results()]

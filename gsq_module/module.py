@@ -43,6 +43,7 @@ class UnitProblem:
         total_steps: Optimizer steps of this fit.
         prepare: Makes inputs, targets and token weights `[batch, seq_len]`, if any, of a loader's microbatch.
         resize: Makes the student ready for microbatches of another size too; None where that cannot be.
+        first_step: `trainer.global_step` of the fit's first step; None where the Trainer just goes on.
     """
 
     student: nn.Module
@@ -52,6 +53,7 @@ class UnitProblem:
     total_steps: int
     prepare: Prepare = cached_targets
     resize: Callable[[int], None] | None = None
+    first_step: int | None = None
 
 
 class GSQModule(LightningModule):
@@ -89,6 +91,8 @@ class GSQModule(LightningModule):
         kernels: `auto`: Triton's on CUDA. `eager`: plain torch everywhere, far slower, for an installation whose Triton
             does not work. The result is the same up to rounding.
         store: Where hidden states live: `device`, `memory` (host), `disk` (memory-mapped files in run_dir), or `auto`.
+        snapshot_every: Also keep the hidden states in run_dir, every N blocks: a killed run then goes on from there,
+            and not through all finished blocks. Takes disk for two sets of them. null: none.
         refinement: Steps, learning rates, annealing.
         final_pass: Training of all scales together at the end.
     """
@@ -115,6 +119,7 @@ class GSQModule(LightningModule):
         dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto",
         kernels: Literal["auto", "eager"] = "auto",
         store: Location = "auto",
+        snapshot_every: PositiveInt | None = None,
         refinement: Refinement = Refinement(),  # noqa: B008 - jsonargparse makes a copy
         final_pass: FinalPass = FinalPass(),  # noqa: B008
     ) -> None:
@@ -145,6 +150,7 @@ class GSQModule(LightningModule):
         self.compute_dtype = dtype
         self.kernels = kernels
         self.store = store
+        self.snapshot_every = snapshot_every
         self.refinement = refinement
         self.final_pass = final_pass
         self.seed = 0

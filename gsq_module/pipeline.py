@@ -24,6 +24,7 @@ from gsq_module.quantization.hessian import Hessian
 from gsq_module.quantization.scales import round_to_nearest
 from gsq_module.refinement import Outcome
 from gsq_module.run_directory import UnitResult, UnitShards
+from gsq_module.snapshots import Snapshots
 from gsq_module.streaming.activations import Stores, UnitSamples, choose_location, free_device_bytes
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.staging import Staging
@@ -49,6 +50,7 @@ class BlockLoop:
         on_unit: Called with each finished unit.
         pin_memory: Whether hidden states in host memory go through pinned buffers.
         indices: Blocks to go through, in order; None for all of the recipe. A rehearsal leaves most of them out.
+        snapshots: Where hidden states are kept now and then, so that a resumed run need not begin at the first block.
     """
 
     recipe: GSQModule
@@ -63,6 +65,7 @@ class BlockLoop:
     on_unit: Callable[[UnitResult], None] = field(default=lambda result: None)
     pin_memory: bool = True
     indices: Sequence[int] | None = None
+    snapshots: Snapshots | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -87,6 +90,8 @@ class BlockLoop:
             # Behind the last of them nobody needs the streams, unless the head waits for their end.
             indices = [index for index in self.blocks if outer.needs_stream or index <= unfinished[-1]]
             self._run_blocks(indices, shards, refine, outer, unfinished)
+        if self.snapshots is not None:
+            self.snapshots.clear()
         return [result for unit in units if (result := shards.result(*unit)) is not None]
 
     def _run_blocks(
@@ -97,6 +102,7 @@ class BlockLoop:
         outer: OuterQuantizer,
         unfinished: Sequence[int],
     ) -> None:
+        """Go through blocks, from a snapshot at or before the first unfinished one where there is one."""
         samples, staging = self.samples, Staging(self.model.device, self.pin_memory)
         sizes = samples.batch_sizes(self.batch_size) | self.loader_sizes
         with ExitStack() as cleanup:
@@ -104,14 +110,15 @@ class BlockLoop:
                 calls = record_calls(self.model, sizes, samples.tokens.shape[1])
                 stores = self._open_stores()
                 cleanup.callback(stores.close)
-                self.model.embed(samples.tokens, stores["quantized"], self.batch_size, outer.weights({}))
-                if self.target == "original_stream" and unfinished:
-                    if "embedding" in outer.parts:
-                        fitted = samples.tokens[: samples.validation.stop]
-                        self.model.embed(fitted, stores["original"], self.batch_size)
-                    else:
-                        for rows in samples.batches(*samples.fitted, size=self.batch_size):
-                            stores["original"].write(rows, stores["quantized"].data[rows])
+                streams = [stores["quantized"].data]
+                if self.target == "original_stream":
+                    streams.append(stores["original"].data)
+                first = None
+                if self.snapshots is not None:
+                    needed = unfinished[0] if unfinished else self.num_blocks
+                    first = self.snapshots.restore(streams, needed, lambda block: self._basis(shards, block))
+                if first is None:
+                    self._embed(stores, outer, with_original=bool(unfinished))
 
             def passes_of(index: int) -> BlockPasses:
                 block = self.model.load_block(index)
@@ -121,6 +128,8 @@ class BlockLoop:
                 )
 
             for index in indices:
+                if first is not None and index < first:
+                    continue
                 step = _BlockStep(self, index, passes_of(index))
                 is_open = bool(unfinished) and index <= unfinished[-1]
                 step.quantize(shards, refine, with_original=is_open)
@@ -128,6 +137,9 @@ class BlockLoop:
                 if index != indices[-1] or self.indices is not None or outer.needs_stream:
                     step.propagate()
                 self.model.release_block(index)
+                if self.snapshots is not None and index != indices[-1] and self.snapshots.is_due(index + 1):
+                    with self.clock.stage("snapshot", index):
+                        self.snapshots.save(streams, index + 1, self._basis(shards, index + 1))
             if outer.needs_stream:
                 with self.clock.stage("head"):
                     for index in range(self.num_blocks, self.model.num_blocks) if self.indices is None else ():
@@ -135,16 +147,27 @@ class BlockLoop:
                         self.model.release_block(index)
                     outer.solve_head(head_hessian(self.model, samples, self.batch_size, stores["quantized"], staging))
 
+    def _embed(self, stores: Stores, outer: OuterQuantizer, with_original: bool) -> None:
+        """Fill the streams with the hidden states before the first block."""
+        samples = self.samples
+        self.model.embed(samples.tokens, stores["quantized"], self.batch_size, outer.weights({}))
+        if self.target != "original_stream" or not with_original:
+            return
+        if "embedding" in outer.parts:
+            self.model.embed(samples.tokens[: samples.validation.stop], stores["original"], self.batch_size)
+            return
+        for rows in samples.batches(*samples.fitted, size=self.batch_size):
+            stores["original"].write(rows, stores["quantized"].data[rows])
+
+    def _basis(self, shards: UnitShards, block: int) -> str:
+        """What the hidden states before a block come from, beside the fingerprint."""
+        return shards.basis([(index, kind) for index in self.blocks if index < block for kind in self.recipe.units])
+
     def _open_stores(self) -> Stores:
         """Stores of the quantized stream, of what a unit is fitted on, and of the original stream."""
-        count = 3 if self.recipe.targets == "cached" else 2
-        if self.target == "original_stream":
-            # The last unit's goal is the original stream after the block; each unit before it needs one of its own.
-            count += len(self.recipe.units)
         shape = (*self.samples.tokens.shape, self.model.hidden_size)
-        # Stored in the checkpoint's precision where blocks are computed in a higher one (float32 on a CPU).
-        dtype = self.model.checkpoint.dtype() if self.model.dtype == torch.float32 else self.model.dtype
-        total = count * self.samples.tokens.numel() * self.model.hidden_size * (torch.finfo(dtype).bits // 8)
+        dtype = store_dtype(self.model)
+        total = count_stores(self.recipe, self.target) * hidden_bytes(self.model, self.samples.tokens.numel())
         free = free_device_bytes(self.model.device)
         location = choose_location(self.recipe.store, total, free, ranks.processes_of_host())
         return Stores(shape, dtype, location, self.model.device, self.scratch)
@@ -172,8 +195,9 @@ class _BlockStep:
             entry = done[unit.kind]
             if entry is None:
                 entry = self._quantize_unit(unit, refine)
-                ranks.from_first(partial(shards.save, *entry))
+                # Logged first: a session that is killed in between does the unit again, but does not log it again.
                 self.loop.on_unit(entry[0])
+                ranks.from_first(partial(shards.save, *entry))
             self._place(unit, entry[1])
 
     def propagate(self) -> None:
@@ -199,7 +223,10 @@ class _BlockStep:
                 self.loop.loader_sizes.add(size)
 
             steps = self.loop.steps if self.loop.recipe.refines(unit.kind) else 0
-            problem = UnitProblem(student, weights, initial, captured.power, steps, prepare, resize)
+            first_step = None  # in a rehearsal, which does the same block twice
+            if self.loop.indices is None:
+                first_step = (self.index * len(self.units) + self.units.index(unit)) * self.loop.steps
+            problem = UnitProblem(student, weights, initial, captured.power, steps, prepare, resize, first_step)
             samples = self.loop.samples
             train, validation = (
                 UnitSamples(captured.sources, part, passes.staging, total)
@@ -259,6 +286,25 @@ class _BlockStep:
         for path, linear in unit.linears.items():
             linear.weight.copy_(weights[unit.full_name(path)].to(linear.weight.device).dequantize())
             linear.weight.grad = None
+
+
+def store_dtype(model: StreamedModel) -> torch.dtype:
+    """Of stored hidden states: the checkpoint's where blocks are computed in a higher precision (float32 on a CPU)."""
+    return model.checkpoint.dtype() if model.dtype == torch.float32 else model.dtype
+
+
+def hidden_bytes(model: StreamedModel, tokens: int) -> int:
+    """Bytes of the stored hidden states of so many tokens."""
+    return tokens * model.hidden_size * (torch.finfo(store_dtype(model)).bits // 8)
+
+
+def count_stores(recipe: GSQModule, target: str) -> int:
+    """Stores of hidden states that the loop has open at once, at most."""
+    count = 3 if recipe.targets == "cached" else 2
+    if target == "original_stream":
+        # The last unit's goal is the original stream after the block; each unit before it needs one of its own.
+        count += len(recipe.units)
+    return count
 
 
 def count_blocks(model: StreamedModel, recipe: GSQModule) -> int:

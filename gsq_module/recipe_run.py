@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,13 +32,17 @@ from gsq_module.final_pass import TunedScales, load_outcome, save_tuned, train_s
 from gsq_module.measures import Measured
 from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.stages import StageClock, StageListener
+from gsq_module.metrics_log import log_once
 from gsq_module.module import GSQModule
 from gsq_module.outer import OuterQuantizer
 from gsq_module.pipeline import BlockLoop, Refine
 from gsq_module.refinement import UnitRefiner
-from gsq_module.run_directory import RunDirectory, UnitResult, UnitShards
+from gsq_module.run_directory import Progress, RunDirectory, UnitResult, UnitShards
+from gsq_module.snapshots import Snapshots
+from gsq_module.storage import StorageError
 from gsq_module.streaming import source
 from gsq_module.streaming.model import StreamedModel
+from gsq_module.verification import verify_export
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +78,9 @@ class Run:
     reload_max_gib: float
     plan: MemoryPlan | None = field(default=None, init=False)
     refine: Refine | None = field(default=None, init=False)
+    began: float = field(default_factory=time.perf_counter, init=False)
+    seconds_before: float = field(default=0.0, init=False)
+    sessions: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
         self.device: torch.device = self.trainer.strategy.root_device
@@ -105,7 +113,7 @@ class Run:
         try:
             folder = source.locate(self.recipe.path, self.recipe.gguf_file)
             if folder is not None:
-                check_destination(folder, self.directory.export)
+                self._check_places(folder)
         except (ValueError, FileNotFoundError) as error:
             problems.append(str(error))
         try:
@@ -122,6 +130,15 @@ class Run:
                 "leave it out, or name ddp or sharded"
             )
         raise_collected(problems)
+
+    def _check_places(self, source_folder: Path) -> None:
+        """Refuse an export over, and a run directory in, the folder of the model."""
+        check_destination(source_folder, self.directory.export)
+        source_folder, run_dir = source_folder.resolve(), self.directory.path.resolve()
+        if self.recipe.gguf_file is None and source_folder in (run_dir, *run_dir.parents):
+            raise ValueError(
+                f"run_dir={str(run_dir)!r} lies in the folder of the model {source_folder}: choose another"
+            )
 
     def _share_batch(self) -> list[str]:
         """Settle accumulate_grad_batches and microbatch_size: both only divide the batch of one optimizer step."""
@@ -147,7 +164,7 @@ class Run:
         return []
 
     def start_loggers(self) -> None:
-        """Make every logger connect now: a missing key or network must not show after hours."""
+        """Make every logger connect now: a missing key or network must not show after hours. No row is logged twice."""
         for logger in self.trainer.loggers:
             try:
                 _ = logger.experiment  # type: ignore[attr-defined]
@@ -156,6 +173,41 @@ class Run:
                     f"trainer.logger: {type(logger).__name__} cannot start ({type(error).__name__}: {error}). "
                     "For W&B: wandb login, or work offline with --trainer.logger.init_args.offline true"
                 ) from error
+        log_once(self.trainer.loggers)
+
+    # --- what the sessions of a run come to together -----------------------------------------------------------------
+
+    def take_up(self, began: float) -> None:
+        """Go on with the time and the peaks of earlier sessions. Rank 0 keeps them.
+
+        Args:
+            began: `time.perf_counter()` at the start of the command.
+        """
+        self.began = began
+        if not ranks.is_first():
+            return
+        before = self.directory.progress()
+        self.seconds_before = before.seconds.pop("total", 0.0)
+        self.sessions = before.sessions + 1
+        self.clock.seconds.update(before.seconds)
+        self.clock.peak_memory.update(before.peak_memory)
+        self.keep_progress()
+
+    @property
+    def total_seconds(self) -> float:
+        """Of all sessions. Of one that was killed, up to its last finished unit."""
+        return self.seconds_before + time.perf_counter() - self.began
+
+    def last_step(self, results: Sequence[UnitResult]) -> int:
+        """Optimizer steps of the whole run, which is where its last metrics stand."""
+        per_epoch = self.data.train_samples // self.data.batch_size
+        return sum(result.steps for result in results) + self.recipe.final_pass.epochs * per_epoch
+
+    def keep_progress(self, state: str = "running") -> None:
+        """Write down what the sessions have come to so far."""
+        if ranks.is_first():
+            seconds = {"total": self.total_seconds, **self.clock.seconds}
+            self.directory.write_progress(Progress(state, self.sessions, seconds, dict(self.clock.peak_memory)))
 
     # --- the parts of a run ------------------------------------------------------------------------------------------
 
@@ -163,7 +215,7 @@ class Run:
         """The recipe's checkpoint, on the meta device, its geometry checked against the recipe."""
         with ranks.first_alone():
             folder = source.fetch(self.recipe.path, self.recipe.gguf_file, self.directory.source)
-        check_destination(folder, self.directory.export)  # of a model from the hub, check_recipe could not
+        self._check_places(folder)  # of a model from the hub, check_recipe could not
         model = StreamedModel.from_checkpoint(open_checkpoint(folder), self.device, self.dtype)
         raise_collected(check_geometry(model, self.recipe))
         if ranks.is_first():
@@ -204,7 +256,7 @@ class Run:
         if not self.recipe.final_pass.epochs:
             return None
         units, tuned = self.directory.units(self.recipe.grid), self.directory.tuned_units(self.recipe.grid)
-        outcome = load_outcome(tuned.directory)
+        outcome = load_outcome(units, tuned)
         if outcome is None:
             self.say("quantized: scales of the whole model")
             samples = self._samples(self.data.train)
@@ -219,8 +271,7 @@ class Run:
     @property
     def final_units(self) -> UnitShards:
         """The units that are exported and measured."""
-        directory = self.directory
-        return (directory.tuned_units if self.recipe.final_pass.epochs else directory.units)(self.recipe.grid)
+        return self.directory.final_units(self.recipe.grid, self.recipe.final_pass.epochs > 0)
 
     def _samples(self, train: Tensor) -> Samples:
         data = self.data
@@ -247,13 +298,18 @@ class Run:
             steps=steps,
             on_unit=self._log_refined if steps else self._tell,
             pin_memory=self.data.pin_memory,
+            snapshots=Snapshots(
+                self.directory.snapshots / shards.directory.name, self.recipe.snapshot_every, samples.tokens
+            ),
         )
         units = [(index, kind) for index in range(loop.num_blocks) for kind in self.recipe.units]
-        finished = sum(shards.result(*unit) is not None for unit in units)
+        finished = [shards.result(*unit) is not None for unit in units]
+        refiner = UnitRefiner(self.trainer, self.recipe, self.data)
+        refiner.count_from(finished.index(False) * steps if False in finished else len(units) * steps)
         self.clock.num_blocks = loop.num_blocks
-        self.progress.begin_run(len(units), finished)
+        self.progress.begin_run(len(units), sum(finished))
         try:
-            return loop.run(shards, self.refine or UnitRefiner(self.trainer, self.recipe, self.data))
+            return loop.run(shards, self.refine or refiner)
         finally:
             self.progress.end_run()
 
@@ -262,6 +318,7 @@ class Run:
         if result.steps:
             text += f" -> {result.refined_error:.4f}" if result.kept == "refined" else ", initial codes kept"
         self.progress.end_unit(text)
+        self.keep_progress()
 
     def _log_refined(self, result: UnitResult) -> None:
         self._tell(result)
@@ -279,7 +336,12 @@ class Run:
         return OuterQuantizer(model, self.recipe, shards)
 
     def export(self, model: StreamedModel, coverage: Coverage) -> ExportReport:
-        """Write the finished units, embedding and head as a checkpoint."""
+        """Write the finished units, embedding and head as a checkpoint, and read it back.
+
+        Raises:
+            ValueError: Units are missing, or the destination is refused.
+            StorageError: The disk is full, or gives back something else than was written.
+        """
         outer = self.outer(model, self.directory.units(self.recipe.grid))
         weights = outer.weights(self.final_units.weights())
         missing = [name for name in coverage.quantized if name not in weights]
@@ -289,7 +351,7 @@ class Run:
                 f"layers ({', '.join(missing[:3])} ...): the run is not finished. Start fit again, same --config"
             )
         with self.clock.stage("export"):
-            return export_checkpoint(
+            report = export_checkpoint(
                 model.checkpoint,
                 self.directory.export,
                 weights,
@@ -299,6 +361,13 @@ class Run:
                 tied=[f"{model.head_path}.weight"] if model.is_tied else [],
                 outer=list(outer.parts.values()),
             )
+            problems = verify_export(self.directory.export, self.final_units.weights())
+            if problems:
+                listed = "\n  ".join(problems)
+                raise StorageError(
+                    f"the export does not read back as it was written:\n  {listed}\nIs the disk failing?"
+                )
+            return report
 
     def original(self, model: StreamedModel) -> tuple[HiddenStates, dict[str, Measured]]:
         """The original's figures, and its hidden states, for others to be compared with; the caller closes them."""

@@ -59,7 +59,8 @@ class _LetGo(Callback):
 
 
 class UnitRefiner:
-    """Refines unit after unit with one Trainer, so that its loggers see one run whose step only rises.
+    """Refines unit after unit with one Trainer, so that its loggers see one run: a unit's steps have the same numbers
+    whether they are done in the first session or in a later one, or again with less memory.
 
     Args:
         trainer: Its own limits are moved from fit to fit; it must have been made without any (`max_epochs=-1`).
@@ -86,6 +87,8 @@ class UnitRefiner:
             for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, OOMReport):
                     callback.retry_follows = smaller is not None
+            if problem.first_step is not None:
+                self.count_from(problem.first_step)
             step = self.trainer.global_step
             self.module.bind(problem, step)
             try:
@@ -144,6 +147,18 @@ class UnitRefiner:
         assert problem.resize is not None
         for size in self.data.microbatch_sizes():
             problem.resize(size)
+
+    def count_from(self, step: int) -> None:
+        """Set the Trainer's counters to those of a run that was never interrupted.
+
+        These too are internal to Lightning. Loggers see `_batches_that_stepped`, the loops the optimizer's count.
+        """
+        loop = self.trainer.fit_loop
+        loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
+        loop.epoch_loop._batches_that_stepped = step
+        epochs = step // (self.data.train_samples // self.data.batch_size)
+        for count in ("ready", "started", "processed", "completed"):
+            setattr(loop.epoch_progress.current, count, epochs)
 
 
 def fit_steps(trainer: Trainer, module: LightningModule, data: CalibrationData, steps: int) -> None:

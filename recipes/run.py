@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`python recipes/run.py {fit,export,evaluate,plan,rehearse} --config recipes/RECIPE.yaml`, or `doctor`; --help."""
+"""`python recipes/run.py {fit,export,evaluate,plan,rehearse} --config RECIPE`; `doctor`; `verify FOLDER`; or --help."""
 
 import sys
 

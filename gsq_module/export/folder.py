@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from gsq_module.atomic import sync
+from gsq_module.storage import storing
 
 MARKER_FILE = "gsq_export.json"
 """Its presence says that the folder is an export of ours and may be replaced. The writer puts its report there."""
@@ -50,20 +52,25 @@ def replaced_folder(destination: Path) -> Iterator[Path]:
         destination: A folder that `check_destination` let pass.
     """
     destination, partial, previous = _folders(destination)
+    with storing(destination):
+        yield from _replaced(destination, partial, previous)
+
+
+def _replaced(destination: Path, partial: Path, previous: Path) -> Iterator[Path]:
     destination.parent.mkdir(parents=True, exist_ok=True)
     if previous.exists():
         if destination.exists():
-            shutil.rmtree(previous)
+            _remove(previous)
         else:
             previous.rename(destination)
     if partial.exists():
-        shutil.rmtree(partial)
+        _remove(partial)
     partial.mkdir()
     try:
         (partial / MARKER_FILE).touch()
         yield partial
         for path in [*partial.rglob("*"), partial]:
-            _sync(path)
+            sync(path)
         if destination.exists():
             destination.rename(previous)
         partial.rename(destination)
@@ -72,9 +79,19 @@ def replaced_folder(destination: Path) -> Iterator[Path]:
             previous.rename(destination)
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _sync(destination.parent)
+    sync(destination.parent)
     if previous.exists():
-        shutil.rmtree(previous)
+        _remove(previous)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of ours, its marker last: what a killed process leaves of it must still be known as ours."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != MARKER_FILE:
+            path.unlink()
+    shutil.rmtree(folder)
 
 
 def _folders(destination: Path) -> tuple[Path, Path, Path]:
@@ -82,11 +99,3 @@ def _folders(destination: Path) -> tuple[Path, Path, Path]:
     destination = destination.resolve()
     partial, previous = (destination.with_name(destination.name + suffix) for suffix in (".partial", ".previous"))
     return destination, partial.resolve(), previous.resolve()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -49,6 +49,12 @@ class OuterPart:
     group_size: int
     shape: tuple[int, int]
 
+    def packed_bytes(self, scale_itemsize: int) -> int:
+        """Codes and scales of one copy."""
+        rows, columns = self.shape
+        words = math.ceil(columns * self.grid.storage_bits / 32)
+        return 4 * rows * words + rows * (columns // self.group_size) * scale_itemsize
+
     @property
     def modules(self) -> list[str]:
         """Module paths in the export."""

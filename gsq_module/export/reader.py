@@ -40,7 +40,7 @@ class PackedCheckpoint(Checkpoint):
     def _locate_tensors(self) -> dict[str, str]:
         stored = super()._locate_tensors()
         modules = [name.removesuffix(".weight_packed") for name in stored if name.endswith(".weight_packed")]
-        self._scheme_of = _match(self.directory, modules, self._schemes)
+        self._scheme_of = match_schemes(self.directory, modules, self._schemes)
         for name in stored:
             module, _, kind = name.rpartition(".")
             if kind == "weight_packed":
@@ -79,7 +79,7 @@ class PackedCheckpoint(Checkpoint):
         return tuple(self._stored.tensor(f"{name}_shape").tolist())
 
 
-def _match(
+def match_schemes(
     directory: Path, modules: Sequence[str], schemes: Sequence[QuantizationScheme]
 ) -> dict[str, QuantizationScheme]:
     """The scheme of each packed module: by the name that a scheme gives, else by its class."""

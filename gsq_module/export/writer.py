@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -17,10 +18,14 @@ from torch import Tensor
 from gsq_module.export.folder import MARKER_FILE, check_destination, replaced_folder
 from gsq_module.export.packing import OuterPart, pack, quantization_config
 from gsq_module.export.reader import CONFIG_FILE, stored_quantization
+from gsq_module.fingerprint import file_checksum
 from gsq_module.quantization.grid import Grid, QuantizedWeight
+from gsq_module.storage import StorageError, free_bytes, gigabytes, storing
 from gsq_module.streaming.checkpoint import INDEX_FILE, Checkpoint
 
 COMPANION_SUFFIXES = {".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".md"}
+CHECKSUMS = "sha256"
+"""Key of the files' checksums in `gsq_export.json`."""
 COMPANION_STEMS = ("LICENSE", "NOTICE", "USE_POLICY", "README")
 
 
@@ -106,7 +111,8 @@ def export_checkpoint(
         for number, names in enumerate(shards, start=1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             tensors = _shard_tensors(source, names, module_of, quantized, formats, totals)
-            save_file(tensors, folder / file, metadata={"format": "pt"})
+            with storing(destination / file, sum(tensor.nbytes for tensor in tensors.values())):
+                save_file(tensors, folder / file, metadata={"format": "pt"})
             # safetensors makes its files readable by their owner only; a server often is another user.
             shutil.copymode(folder / MARKER_FILE, folder / file)
             weight_map.update(dict.fromkeys(tensors, file))
@@ -117,10 +123,28 @@ def export_checkpoint(
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
         index = {"metadata": {"total_size": report.total_bytes}, "weight_map": weight_map}
-        for name, content in ((INDEX_FILE, index), (CONFIG_FILE, config), (MARKER_FILE, asdict(report))):
-            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-            (folder / name).write_text(text, encoding="utf-8")
+        for name, content in ((INDEX_FILE, index), (CONFIG_FILE, config)):
+            (folder / name).write_text(_as_text(content), encoding="utf-8")
+        about = asdict(report) | {"grid": grid.name, CHECKSUMS: folder_checksums(folder)}
+        about[CHECKSUMS][MARKER_FILE] = report_checksum(about)
+        (folder / MARKER_FILE).write_text(_as_text(about), encoding="utf-8")
     return report
+
+
+def folder_checksums(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file of an export by its name, but for the report that they are kept in."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MARKER_FILE)
+    return {path.relative_to(folder).as_posix(): file_checksum(path) for path in files}
+
+
+def report_checksum(about: Mapping[str, Any]) -> str:
+    """Of what `gsq_export.json` says, itself left out."""
+    others = {name: checksum for name, checksum in about[CHECKSUMS].items() if name != MARKER_FILE}
+    return hashlib.sha256(_as_text({**about, CHECKSUMS: others}).encode()).hexdigest()
+
+
+def _as_text(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 @dataclass
@@ -282,10 +306,10 @@ def _companion_files(directory: Path) -> list[Path]:
 
 
 def _check_disk(folder: Path, destination: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(folder)
     if free < needed:
-        raise ValueError(
-            f"the export to {destination} needs {needed / 1e9:.3f} GB, but {free / 1e9:.3f} GB are free there"
+        raise StorageError(
+            f"the export to {destination} needs {gigabytes(needed)}, but {gigabytes(free)} are free there"
             f"{' (an older export is kept until the new one is complete)' if destination.exists() else ''}. "
-            f"Free {(needed - free) / 1e9:.3f} GB or choose a destination on another disk."
+            f"Free {gigabytes(needed - free)} or choose a destination on another disk."
         )

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gsq_module.storage import StorageError
 from gsq_module.streaming.staging import Staging
 
 Location = Literal["auto", "device", "memory", "disk"]
@@ -65,7 +66,7 @@ class ActivationStore:
         data: The whole tensor, as stored.
 
     Raises:
-        ValueError: The disk has no room for the file.
+        StorageError: The disk has no room for the file.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ def _reserve(file: Path, nbytes: int) -> None:
             os.posix_fallocate(opened.fileno(), 0, nbytes)
     except OSError as error:
         file.unlink(missing_ok=True)
-        raise ValueError(
+        raise StorageError(
             f"no room for hidden states: {file} needs {nbytes / 2**30:.2f} GiB ({error.strerror}). Free some, start "
             "again with --run_dir on another disk, or lower data.train_samples or data.seq_len"
         ) from error

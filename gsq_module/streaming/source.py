@@ -12,6 +12,10 @@ from pathlib import Path
 
 import torch
 
+from gsq_module.atomic import sync, write_atomically
+from gsq_module.fingerprint import file_checksum, file_identity
+from gsq_module.storage import storing
+
 PACKAGE_PREFIX = "package:"
 ORIGIN_FILE = "converted_from.json"
 """Beside a conversion: what it was made from. Written last, so that it also says that the conversion is whole."""
@@ -67,11 +71,18 @@ def fetch(path: str, gguf_file: str | None, converted: Path) -> Path:
     if gguf_file is None:
         return folder
     marker = converted / ORIGIN_FILE
-    origin = json.dumps({"file": str((folder / gguf_file).resolve()), "bytes": (folder / gguf_file).stat().st_size})
-    if not marker.is_file() or marker.read_text() != origin:
-        convert_gguf(folder, gguf_file, converted)
-        marker.write_text(origin)
+    origin = {"file": str((folder / gguf_file).resolve()), "identity": file_identity(folder / gguf_file)}
+    if not marker.is_file() or marker.read_bytes() != _conversion(origin, converted):
+        with storing(converted):
+            convert_gguf(folder, gguf_file, converted)
+        write_atomically(marker, _conversion(origin, converted))
     return converted
+
+
+def _conversion(origin: dict[str, str], converted: Path) -> bytes:
+    """What a conversion was made from, and checksums of its files: a damaged one is made again."""
+    files = sorted(path for path in converted.iterdir() if path.is_file() and path.name != ORIGIN_FILE)
+    return json.dumps(origin | {"sha256": {path.name: file_checksum(path) for path in files}}, indent=1).encode()
 
 
 def fetch_config(path: str, gguf_file: str | None, converted: Path) -> Path:
@@ -128,6 +139,8 @@ def convert_gguf(folder: Path, gguf_file: str, destination: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
+    for path in [*partial.iterdir(), partial]:
+        sync(path)
     shutil.rmtree(destination, ignore_errors=True)
     partial.rename(destination)
 

@@ -125,11 +125,20 @@ class TestWithoutTheModel:
         assert "--run_dir" in outcome.error
         assert {path: path.read_bytes() for path in toy_run.rglob("*") if path.is_file()} == before
 
-    def test_a_lost_fingerprint_does_not_pass_for_agreement(self, toy, run_cli, toy_run: Path) -> None:
-        (toy_run / "fingerprint.json").write_text('{"model.bi')
+    @pytest.mark.parametrize("damage", ["gone", "empty", "cut", "flipped"])
+    def test_a_lost_fingerprint_does_not_pass_for_agreement(self, toy, run_cli, toy_run: Path, damage: str) -> None:
+        file = toy_run / "fingerprint.json"
+        whole = file.read_text()
+        if damage == "gone":
+            file.unlink()
+        else:
+            file.write_text(
+                {"empty": "", "cut": whole[:40], "flipped": whole.replace("model.bits", "modem.bits")}[damage]
+            )
         outcome = run_cli("fit", "--config", toy.recipe, "--run_dir", toy_run)
         assert outcome.status == 2
-        assert "model.bits" in outcome.error
+        assert f"{file} is {'damaged' if damage in ('cut', 'flipped') else 'missing or empty'}" in outcome.error
+        assert "--run_dir" in outcome.error
 
 
 class TestWithTheModelsGeometry:

@@ -17,8 +17,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file but the configurations, which say where the folder was made and is now."""
-    files = [path for path in folder.rglob("*") if path.is_file() and not path.match("config*.yaml")]
+    """Every file but the configurations, which say where the folder was made and is now, and whose process holds it."""
+    left_out = ("config*.yaml", "lock")
+    files = [path for path in folder.rglob("*") if path.is_file() and not any(map(path.match, left_out))]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 

@@ -23,7 +23,7 @@ class Fails(Callback, StageListener):
         how: `memory` raises a certain out-of-memory error; `kill` is SIGKILL.
         step: At this step of the run.
         stage: Or when this stage begins.
-        block: Of this block.
+        block: Of this block; None where the stage is of none.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Fails(Callback, StageListener):
         how: Literal["memory", "kill"] = "memory",
         step: int | None = None,
         stage: str | None = None,
-        block: int = 0,
+        block: int | None = 0,
     ) -> None:
         self.rank, self.how, self.step, self.stage, self.block = rank, how, step, stage, block
 

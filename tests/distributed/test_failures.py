@@ -50,3 +50,29 @@ def test_a_killed_rank_ends_all(rank, launch, tmp_path):
     shard = tmp_path / "run" / "units" / "block_0000.mlp.safetensors"
     assert run.ended - shard.stat().st_mtime < SECONDS
     assert units(run) == ["block_0000.attention.safetensors", "block_0000.mlp.safetensors"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "stage", "block"),
+    [
+        (1, "embed", None),
+        (0, "capture", 0),
+        (1, "initialize", 0),
+        (0, "refine", 1),
+        (1, "propagate", 0),
+        (0, "snapshot", 0),
+        (1, "original", 1),
+        (0, "export", None),
+    ],
+)
+def test_a_run_with_a_killed_rank_goes_on_and_ends_the_same(rank, stage, block, launch, alone, tmp_path):
+    """On two processes again; what is killed with rank 0 holds the lock, which must not outlive it."""
+    options = ("--trainer.devices=2", "--trainer.strategy=ddp", "--model.snapshot_every=1", *BARE)
+    where = {"stage": stage, "block": "null" if block is None else block}
+    run = launch(tmp_path / "run", *options, *failing(rank=rank, how="kill", **where))
+    assert run.status != 0
+    assert not (tmp_path / "run" / "export").exists()
+    resumed = launch(tmp_path / "run", *options)
+    assert resumed.status == 0, resumed.output
+    assert contents(tmp_path / "run" / "export") == contents(alone.run_dir / "export")

@@ -19,6 +19,7 @@ from gsq_module.export import writer
 from gsq_module.export.reader import PackedCheckpoint, open_checkpoint
 from gsq_module.export.writer import ExportReport, export_checkpoint
 from gsq_module.quantization.grid import GRIDS, Grid, QuantizedWeight
+from gsq_module.storage import StorageError
 from gsq_module.streaming.checkpoint import INDEX_FILE, Checkpoint
 
 GROUP = 32
@@ -192,7 +193,10 @@ def test_the_report_counts_what_is_on_disk(tmp_path: Path, bits: int) -> None:
     index = json.loads((job.destination / INDEX_FILE).read_text())
     assert index["metadata"]["total_size"] == report.total_bytes
     assert set(index["weight_map"]) == set(stored)
-    assert json.loads((job.destination / "gsq_export.json").read_text()) == asdict(report)
+    about = json.loads((job.destination / "gsq_export.json").read_text())
+    assert about.pop("grid") == job.grid.name
+    assert set(about.pop("sha256")) == {path.name for path in job.destination.iterdir()}
+    assert about == asdict(report)
 
 
 def test_each_source_file_becomes_one_shard_and_each_weight_is_loaded_once(job: Job) -> None:
@@ -336,8 +340,9 @@ def test_an_interrupted_export_leaves_the_old_one(job: Job, monkeypatch: pytest.
         save_file(*arguments, **keywords)
 
     monkeypatch.setattr(writer, "save_file", fail_on_the_second)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(StorageError, match="No space") as refused:
         job.export(extra_config={"new": True})
+    assert f"{job.destination}/model-00002-of-" in str(refused.value)
     assert contents(job.destination) == old
     assert {path.name for path in job.destination.parent.iterdir()} == {"source", "export"}
     monkeypatch.undo()
@@ -351,7 +356,7 @@ def test_a_full_disk_is_found_before_anything_is_written(job: Job, monkeypatch: 
     usage = shutil.disk_usage(job.source)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=report.total_bytes // 2))
     monkeypatch.setattr(writer, "save_file", lambda *arguments, **keywords: pytest.fail("wrote a shard"))
-    with pytest.raises(ValueError, match=r"needs 0\.\d+ GB, but 0\.\d+ GB are free"):
+    with pytest.raises(ValueError, match=r"needs 0\.\d+ MB, but 0\.\d+ MB are free"):
         job.export()
     assert contents(job.destination) == old
 

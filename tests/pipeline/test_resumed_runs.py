@@ -135,7 +135,9 @@ def test_a_finished_run_is_only_exported_again(finished, disturbed, llama, refin
     assert contents(disturbed / "export") == contents(finished / "export")
     summary = summary_of(disturbed)
     assert summary["units"] == summary_of(finished)["units"]
-    assert "embed" not in summary["seconds"], "the streams are of no use any more"
+    before = summary_of(finished)["seconds"]
+    assert summary["seconds"]["embed"] == before["embed"], "the streams are of no use any more"
+    assert summary["seconds"]["total"] > before["total"], "of both sessions"
     shutil.rmtree(disturbed / "export")
     run(llama, disturbed, *BARE, command="export")
     assert contents(disturbed / "export") == contents(finished / "export")
