@@ -37,7 +37,7 @@ class LogitWeight:
     def __init__(self, name: str, start: QuantizedWeight, grid: Grid, recipe: GSQModule) -> None:
         dtype = DTYPES[recipe.refinement.logit_dtype]
         self.logits = logit_parameter(name, start, grid, recipe.refinement, dtype, recipe.seed)
-        self.scales = nn.Parameter(start.scales.float())
+        self.scales = nn.Parameter(start.scales.float().clone())  # the start is kept where it is better
         self._start, self._grid = start, grid
         self._first = grid.first_candidate(start.codes)
         steps = torch.arange(grid.num_candidates, dtype=dtype, device=start.codes.device).view(-1, 1, 1) * grid.step

@@ -85,6 +85,17 @@ def test_the_published_algorithm_refines_what_gptq_begins(bits, recipe, out, mon
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_unit_that_gets_worse_keeps_its_start_unchanged(recipe, out, monkeypatch):
+    far = METHODS["published-16-fp32"] | {"model.refinement.scale_lr": 1.0}
+    monkeypatch.setitem(METHODS, "published-16-fp32", far)
+    start, result = (
+        fitted(method, recipe, out, "--model.refinement.epochs=1") for method in ("gptq", "published-16-fp32")
+    )
+    assert result["units_kept"] == result["units"]
+    assert result["perplexity"] == start["perplexity"]
+
+
+@pytest.mark.usefixtures("alone")
 def test_ours_takes_the_final_pass_and_the_others_do_not(recipe, out):
     for method, passes in (("ours", True), ("published-16-fp32", False)):
         fitted(method, recipe, out, "--model.final_pass.epochs=1", "--model.refinement.epochs=1")
