@@ -29,7 +29,6 @@ from gsq_module import (
     ranks,
     recipe_run,
     space,
-    strategy_choice,
     verification,
 )
 from gsq_module.data.module import CalibrationData
@@ -174,8 +173,9 @@ class GSQCLI(LightningCLI):
             # A plan computes nothing on the devices, which need not be here; only their number counts.
             section["accelerator"] = "cpu"
             section["devices"] = _count(section.get("devices"))
-        elif self.subcommand in ("fit", "rehearse") and section.get("strategy") == "auto":
-            section["strategy"] = self._chosen_strategy(section)
+        if section.get("strategy") == "auto" and _processes(section) > 1:
+            # What the plan says fits best, whatever the model: it needs least, and no more time (docs/experiments.md).
+            section["strategy"] = "sharded"
         self._get(self.config_init, "nccl").export()
         problems = [
             f"trainer.{key}={section[key]}: the length of a unit's refinement is model.refinement.epochs; "
@@ -201,13 +201,6 @@ class GSQCLI(LightningCLI):
             callbacks.append(OOMReport())  # behind the progress bar, which gives the terminal back first
         section["callbacks"] = callbacks
         return super().instantiate_trainer(**kwargs)
-
-    def _chosen_strategy(self, section: Any) -> str:
-        devices = strategy_choice.cuda_devices(section.get("accelerator"), section.get("devices"))
-        nodes = int(section.get("num_nodes") or 1)
-        if len(devices) * nodes <= 1:
-            return "auto"
-        return forecasts.choose_strategy(self.model, self.datamodule, RunDirectory(self._run_dir), devices, nodes)
 
     def _loggers(self, configured: Logger | list[Logger] | bool | None) -> list[Logger]:
         """CSV always; what the recipe names beside it. Plans and rehearsals are no runs."""
@@ -293,8 +286,7 @@ class GSQCLI(LightningCLI):
     def plan(self, model: GSQModule, datamodule: CalibrationData, memory: str | None, json: str | None) -> None:
         """Predict."""
         with user_errors():
-            auto = self._get(self.config, "trainer")["strategy"] == "auto"
-            self.memory_plan = forecasts.plan(self._run(model, datamodule), memory, json, auto)
+            self.memory_plan = forecasts.plan(self._run(model, datamodule), memory, json)
 
     def rehearse(self, model: GSQModule, datamodule: CalibrationData, json: str | None) -> None:
         """Run one block of each kind."""
@@ -332,6 +324,14 @@ class GSQCLI(LightningCLI):
         config = yaml.safe_load(self._resolved_config())
         visit("", {key: config[key] for key in ("seed_everything", "model", "data")})
         return flat
+
+
+def _processes(section: Any) -> int:
+    """How many processes a Trainer with these keys would have."""
+    devices = section.get("devices")
+    if str(devices) in ("auto", "-1") and section.get("accelerator") != "cpu":
+        devices = torch.cuda.device_count()
+    return int(section.get("num_nodes") or 1) * _count(devices)
 
 
 def _count(devices: Any) -> int:

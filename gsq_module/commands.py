@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -84,9 +85,16 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     directory.finish()
     run.keep_progress("done")
     print_summary(summary)
-    print(*as_lines(verdicts), sep="\n")
+    _print_engines(directory.export, verdicts)
     print(f"summary: {path}")
     return summary
+
+
+def _print_engines(folder: Path, verdicts: Sequence[Verdict]) -> None:
+    """What can load an export, and the command that serves it."""
+    print(*as_lines(verdicts), sep="\n")
+    if any(verdict.engine == "vLLM" and verdict.loads for verdict in verdicts):
+        print(f"to serve it: vllm serve {folder}")
 
 
 def _report(run: Run) -> None:
@@ -119,7 +127,7 @@ def export(run: Run, model: StreamedModel) -> ExportReport:
     """
     report = run.export(model, measure_coverage(model, run.recipe))
     print(f"{run.directory.export}: {len(report.files)} file(s), {format_bytes(report.total_bytes)}")
-    print(*as_lines(_engines(run.directory.export)), sep="\n")
+    _print_engines(run.directory.export, _engines(run.directory.export))
     return report
 
 
@@ -139,8 +147,9 @@ def check(run: Run, checkpoint: str | None) -> list[Verdict]:
         run: Checked by `check_recipe`.
         checkpoint: Folder; `original` for the recipe's own model, which is no export; None for the run's export.
     """
-    verdicts = check_engines(_checkpoint_folder(run, checkpoint))
-    print(*as_lines(verdicts), sep="\n")
+    folder = _checkpoint_folder(run, checkpoint)
+    verdicts = check_engines(folder)
+    _print_engines(folder, verdicts)
     return verdicts
 
 

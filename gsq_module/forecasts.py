@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich import get_console
 
-from gsq_module import ranks, rehearsal, strategy_choice
+from gsq_module import ranks, rehearsal
 from gsq_module.atomic import write_atomically
 from gsq_module.coverage import check_geometry, serving_problems
-from gsq_module.data.module import CalibrationData
 from gsq_module.memory.plan import CONTEXT_BYTES, MemoryPlan
 from gsq_module.memory.plan_report import as_dict, parse_bytes, remedies, render, verdict
 from gsq_module.memory.statistics import format_bytes
-from gsq_module.module import GSQModule
 from gsq_module.planning import plan_run, strategy_name
 from gsq_module.recipe_run import Run, raise_collected
 from gsq_module.rehearsal import Rehearsed
-from gsq_module.run_directory import RunDirectory
 from gsq_module.streaming import source
 from gsq_module.streaming.activations import available_host_bytes
 from gsq_module.streaming.fast_paths import planned_path
@@ -34,8 +30,8 @@ from gsq_module.streaming.tree import meta_model
 logger = logging.getLogger(__name__)
 
 
-def _config_folder(recipe: GSQModule, directory: RunDirectory) -> Path:
-    return source.fetch_config(recipe.path, recipe.gguf_file, directory.source)
+def _config_folder(run: Run) -> Path:
+    return source.fetch_config(run.recipe.path, run.recipe.gguf_file, run.directory.source)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -47,7 +43,7 @@ def _free_bytes(device: torch.device) -> int:
 
 def _model(run: Run) -> StreamedModel:
     """The recipe's model without its weights."""
-    folder = _config_folder(run.recipe, run.directory)
+    folder = _config_folder(run)
     tree = meta_model(folder)
     return StreamedModel(tree, SyntheticCheckpoint(folder, tree), torch.device("cpu"), run.dtype)
 
@@ -60,39 +56,18 @@ def make_plan(run: Run, device: torch.device, free_bytes: int | None) -> MemoryP
     """
     raise_collected(check_geometry(_model(run), run.recipe))
     return plan_run(
-        _config_folder(run.recipe, run.directory), run.recipe, run.data, device, free_bytes, run.trainer.world_size,
+        _config_folder(run), run.recipe, run.data, device, free_bytes, run.trainer.world_size,
         strategy_name(run.trainer), run.reload_max_gib,
     )  # fmt: skip
 
 
-def choose_strategy(
-    recipe: GSQModule, data: CalibrationData, directory: RunDirectory, devices: Sequence[int], nodes: int
-) -> str:
-    """What `trainer.strategy: auto` is on several GPUs, before there is a Trainer.
-
-    Args:
-        recipe: The `model` section.
-        data: The `data` section.
-        directory: The run directory.
-        devices: Numbers of this machine's GPUs.
-        nodes: Machines of the run.
-    """
-
-    def make(free: int) -> MemoryPlan:
-        folder = _config_folder(recipe, directory)
-        return plan_run(folder, recipe, data, torch.device("cuda"), free, len(devices) * nodes, "ddp")
-
-    return strategy_choice.choose(devices, nodes, make)
-
-
-def plan(run: Run, memory: str | None, json_file: str | None, auto: bool = False) -> MemoryPlan:
+def plan(run: Run, memory: str | None, json_file: str | None) -> MemoryPlan:
     """Print the plan and its verdict.
 
     Args:
         run: Checked by `check_recipe`.
         memory: Free memory to plan for; None for that of this machine's GPU.
         json_file: Where to write the plan, too.
-        auto: Whether several devices are to have the strategy that fits best.
 
     Raises:
         ValueError: No memory is given, and there is no GPU to ask.
@@ -105,10 +80,6 @@ def plan(run: Run, memory: str | None, json_file: str | None, auto: bool = False
     else:
         raise ValueError("--memory: there is no GPU here to ask; say what the card has free, such as --memory 12GiB")
     made = make_plan(run, device, free)
-    if auto and made.job.world_size > 1:
-        name, why = strategy_choice.by_plan(made, free)
-        made = made.changed(strategy=name)
-        print(f"trainer.strategy=auto: {name}, for {why}")
     get_console().print(render(made, free))
     print(f"{format_bytes(free)} free: {verdict(made, free)[1]}")
     for remedy in remedies(made):
@@ -163,7 +134,7 @@ def rehearse(run: Run, json_file: str | None) -> list[Rehearsed]:
         run: Checked by `check_recipe`.
         json_file: Where to write the result, too.
     """
-    folder = _config_folder(run.recipe, run.directory)
+    folder = _config_folder(run)
     free = _free_bytes(run.device) if run.device.type == "cuda" else None
     made = make_plan(run, run.device, free)
     tree = meta_model(folder)

@@ -48,15 +48,10 @@ def start(trainer: Trainer, module: LightningModule) -> None:
     launcher = os.environ.setdefault(LAUNCHER, str(os.getpid()))
     if strategy.launcher is not None:
         strategy.launcher.launch(lambda: None, trainer=trainer)
-    if is_launched():
+    if os.getppid() == int(launcher):
         threading.Thread(target=_end_with, args=(int(launcher),), daemon=True).start()
     strategy.connect(module)
     strategy.setup_environment()
-
-
-def is_launched() -> bool:
-    """Whether rank 0 has started this process, which inherits its environment."""
-    return os.environ.get(LAUNCHER) == str(os.getppid())
 
 
 def _end_with(launcher: int) -> None:

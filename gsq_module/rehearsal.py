@@ -35,6 +35,9 @@ from gsq_module.streaming.model import StreamedModel
 
 STEPS = 6
 """Optimizer steps of a rehearsed unit; all but the first are timed."""
+TRAIN_TOKENS = 2**17
+"""Of a rehearsal, at most, unless one batch has more. An epoch of one step would count its beginning and end as the
+step's time, on several GPUs some 20 ms (docs/experiments.md)."""
 
 
 @dataclass
@@ -135,7 +138,8 @@ def rehearse(
 
     # Of each rank: a batch of every size that the real run has
     rank, world_size = ranks.rank(), ranks.world_size()
-    sizes = (max(data.batch_size, job.forward_batch * world_size), 2 * job.microbatch, 2 * job.forward_batch)
+    batches = min(STEPS, max(1, TRAIN_TOKENS // (data.batch_size * job.seq_len)))
+    sizes = (max(batches * data.batch_size, job.forward_batch * world_size), 2 * job.microbatch, 2 * job.forward_batch)
     train, validation, gptq = (text(rows, job.seq_len) for rows in (sizes[0], *(n * world_size for n in sizes[1:])))
     samples = Samples.of(train, validation, gptq, data.batch_size, rank, world_size)
     indices = [kind.indices[0] for kind in plan.blocks]

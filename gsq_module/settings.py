@@ -59,5 +59,5 @@ class FinalPass:
     """
 
     epochs: NonNegativeInt = 0
-    lr: PositiveFloat = 1e-3
+    lr: PositiveFloat = 1e-2
     final_lr_fraction: ClosedUnitInterval = 0.1

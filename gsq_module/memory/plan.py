@@ -35,8 +35,8 @@ SETUP_CHUNKS, EAGER_CHUNKS = 4, 7
 """How many of them there are at once while logits are set up, and in an eager optimizer step."""
 ROW_CHUNK_BYTES = 19
 """What a weight of a row chunk of embedding or head takes at once: in float32 itself, its error and that weighed, and
-codes; or, while it is rounded, in its own dtype and three times in float32. Measured on an H200: 18.2 while an embedding
-of 28M weights is rounded."""
+codes; or, while it is rounded, in its own dtype and three times in float32. Measured on an H200: 18.2, while an
+embedding of 28M weights is rounded."""
 HEAD_TOKENS = 256
 """Positions whose logits are computed at once (evaluation.HEAD_TOKENS)."""
 LOGIT_TOKENS = 512
@@ -348,7 +348,8 @@ class MemoryPlan:
         waiting = list(unit.hessians)
         pieces: list[Terms] = []
         for position, (rows, cols) in enumerate(unit.linears):
-            size, square = rows * cols, FLOAT32 * cols * cols
+            # Each rank solves its own rows.
+            size, square = -(-rows // job.world_size) * cols, FLOAT32 * cols * cols
             if not job.gptq:
                 # float32 copy; the rounded codes in float32 and, at the end, in int8
                 pieces.append({"weight": FLOAT32 * size, "codes in float32": 2 * FLOAT32 * size})

@@ -282,3 +282,25 @@ class TestFigures:
         monkeypatch.setattr(planning, "meta_model", lambda folder: tree)
         made = plan_of(bare("llama"), {"units": ["mlp"], "dtype": "float32"})
         assert made.blocks[0].units[0].hessians == (64,) * 50
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy"),
+    [
+        (["--trainer.devices=1"], "single"),
+        (["--trainer.devices=2"], "sharded"),
+        (["--trainer.devices=1", "--trainer.num_nodes=2"], "sharded"),
+        (["--trainer.devices=2", "--trainer.strategy=ddp"], "ddp"),
+    ],
+)
+def test_several_devices_share_what_is_behind_the_weights_unless_told_otherwise(
+    options, strategy, toy, run_cli, tmp_path: Path
+) -> None:
+    """Of the strategies it is the one whose plan needs least."""
+    outcome = run_cli("plan", "--config", toy.recipe, "--memory", "1GiB", "--run_dir", tmp_path / "run", *options)
+    assert outcome.status == 0, outcome.err
+    plan = outcome.cli.memory_plan
+    assert plan.job.strategy == strategy
+    if plan.job.world_size > 1:
+        others = {name: plan.changed(strategy=name).needed for name in ("ddp", "sharded")}
+        assert others["sharded"] == min(others.values())
