@@ -56,11 +56,12 @@ def needs(run: Run, model: StreamedModel) -> list[Need]:
 
     found = [
         Need("refined units", directory.path, missing("units")),
-        Need("embedding and head", directory.path, around),
         Need("export", directory.export.resolve().parent, packed + around + in_float, "--export_dir on another disk"),
     ]
     if recipe.measure_initial and recipe.refinement.epochs:
         found.append(Need("initial units", directory.path, missing("initial"), "--model.measure_initial false"))
+    if around:
+        found.append(Need("embedding and head", directory.path, around, "without --model.embedding_bits, .head_bits"))
     if recipe.final_pass.epochs:
         found.append(Need("units of the final pass", directory.path, missing("tuned"), "--model.final_pass.epochs 0"))
     samples = data.train_samples + data.validation_samples + data.gptq_samples

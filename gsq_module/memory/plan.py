@@ -145,7 +145,7 @@ class MemoryPlan:
     def disk_bytes(self) -> int:
         """Disk of the run directory: units (refined, initial, scales trained), export, all ranks' hidden states."""
         outer = sum(part.packed_bytes for part in self.job.outer)
-        sets = 1 + self.job.measure_initial + self.job.final_pass
+        sets = 2 if self.job.measure_initial else 1
         tuned = self._packed_blocks if self.job.final_pass else 0
         stored = self.job.world_size * (self._stored("disk") + self._kept("disk"))
         return sets * (self._packed_blocks + outer) + tuned + self.checkpoint_bytes + stored

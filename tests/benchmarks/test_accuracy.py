@@ -65,6 +65,7 @@ def alone(monkeypatch) -> None:
     monkeypatch.setattr(cli, "GSQCLI", cli.GSQCLI)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("bits", [2, 3])
 def test_the_published_algorithm_refines_what_gptq_begins(bits, recipe, out, monkeypatch):
@@ -95,6 +96,7 @@ def test_a_unit_that_gets_worse_keeps_its_start_unchanged(recipe, out, monkeypat
     assert result["perplexity"] == start["perplexity"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_ours_takes_the_final_pass_and_the_others_do_not(recipe, out):
     for method, passes in (("ours", True), ("published-16-fp32", False)):

@@ -154,4 +154,4 @@ def test_a_second_run_in_the_directory_is_refused(toy, run_cli, tmp_path: Path, 
     assert second.status == 2
     assert f"run_dir='{tmp_path}/run' is in use by process {os.getpid()} on " in second.error
     assert evaluated.status == 0, "reading needs no lock"
-    assert torch.isfinite(torch.tensor(evaluated.cli.perplexity["words"]))
+    assert torch.isfinite(torch.tensor(evaluated.cli.measured["words"].perplexity))

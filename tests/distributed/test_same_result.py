@@ -89,6 +89,7 @@ def test_rounding_moves_few_codes_at_the_default_rate(dtype, equal, near, launch
             assert value == pytest.approx(expected["perplexity"][name], rel=near)
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_rows_of_embedding_and_head(launch, tmp_path):
     """97 rows: they do not divide."""
     options = ("--model.embedding_bits=8", "--model.head_bits=4", "--model.refinement.epochs=0", "--reload_max_gib=0")

@@ -54,6 +54,7 @@ def test_a_finished_pass_is_not_done_again(tuned, llama):
     assert contents(tuned / "export") == before
 
 
+@pytest.mark.slow
 def test_scales_that_got_worse_are_not_kept(llama, tmp_path):
     run(llama, tmp_path, EPOCHS, "--model.final_pass.lr=50", *BARE)
     found = summary_of(tmp_path)["final_pass"]
@@ -63,6 +64,7 @@ def test_scales_that_got_worse_are_not_kept(llama, tmp_path):
     assert all(torch.equal(weight.scales, after[name].scales) for name, weight in before.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_embedding_and_head_are_quantized_in_it_and_stay_as_they_are(tied, tmp_path):
     recipe = write_recipe(tmp_path, toy_checkpoint(tmp_path / "checkpoint", tie_word_embeddings=tied))

@@ -73,6 +73,7 @@ def test_a_run_compares_with_its_original(store, llama, tmp_path, monkeypatch):
     assert evaluated.top1_agreement == pytest.approx(agreement, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_quantized_embedding_and_head_are_compared_with_the_float_ones(tied, tmp_path, monkeypatch):
     """As the whole models give it: the quantized head's logits beside those of the original's own."""

@@ -21,6 +21,7 @@ from gsq_module.streaming.activations import choose_location
 TARGETS = ["original_stream", "original_unit"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_whole_fits_agree_in_float32(target, llama, tmp_path):
     """Stores hold what is computed, so only sums in another order differ (none here, but on other machines)."""

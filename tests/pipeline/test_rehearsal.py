@@ -108,6 +108,7 @@ def test_what_the_disk_has_no_room_for_does_not_fit(hybrid, tmp_path, monkeypatc
     assert "NOT ENOUGH; --run_dir on a larger disk" in found["verdict"][0]
 
 
+@pytest.mark.slow
 def test_the_head_is_quantized_and_evaluated_beside_the_originals(hybrid, tmp_path, monkeypatch):
     loaded = []
     head = StreamedModel.head
@@ -150,6 +151,7 @@ def test_a_rehearsal_that_fails_leaves_nothing_either(llama, tmp_path, monkeypat
     assert contents(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_a_run_after_a_rehearsal_is_the_run_without_it(llama, tmp_path):
     alone = tmp_path / "alone"
     run(llama, alone, *ONE_BLOCK)

@@ -136,6 +136,7 @@ def test_without_a_whole_reload_there_are_no_continuations(llama, tmp_path):
     assert "losses" not in page.pictures
 
 
+@pytest.mark.slow
 def test_it_can_be_written_again(finished, tmp_path):
     file = finished / "report" / "index.html"
     before = file.read_bytes()

@@ -41,6 +41,7 @@ def assert_same_codes(one, other) -> None:
         assert torch.equal(weight.codes, weights_of(other)[name].codes), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["original_stream", "original_unit"])
 def test_the_retry_reaches_the_codes_of_a_run_that_began_smaller(llama, tmp_path, monkeypatch, caplog, target):
     options = (*BARE, f"--model.target={target}", f"--model.targets={'cached' if 'stream' in target else 'recomputed'}")
