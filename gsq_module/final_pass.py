@@ -20,10 +20,10 @@ from gsq_module.data.module import CalibrationData
 from gsq_module.data.samples import Samples
 from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.refinement import fit_steps
-from gsq_module.run_directory import UnitShards
 from gsq_module.scale_tuning import ScaleTuning, quantized_whole
 from gsq_module.settings import FinalPass
 from gsq_module.streaming.model import StreamedModel
+from gsq_module.unit_shards import UnitShards
 
 OUTCOME_FILE = "final_pass.json"
 """Beside the units with trained scales; written last, so that it also says that they are complete."""

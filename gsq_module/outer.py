@@ -23,8 +23,8 @@ from gsq_module.quantization.gptq import factorize, solve
 from gsq_module.quantization.grid import OUTER_GRIDS, QuantizedWeight
 from gsq_module.quantization.hessian import Hessian
 from gsq_module.quantization.scales import round_to_nearest
-from gsq_module.run_directory import UnitResult, UnitShards
 from gsq_module.streaming.model import StreamedModel
+from gsq_module.unit_shards import UnitResult, UnitShards
 
 GROUP_SIZES = (128, 64, 32)
 """Of `outer_group_size: null`: the first that divides the hidden size."""

@@ -23,12 +23,12 @@ from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.quantization.hessian import Hessian
 from gsq_module.quantization.scales import round_to_nearest
 from gsq_module.refinement import Outcome
-from gsq_module.run_directory import UnitResult, UnitShards
 from gsq_module.snapshots import Snapshots
 from gsq_module.streaming.activations import Stores, UnitSamples, choose_location, free_device_bytes
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.staging import Staging
 from gsq_module.streaming.units import Unit, find_unit
+from gsq_module.unit_shards import UnitResult, UnitShards
 
 Refine = Callable[[UnitProblem, UnitSamples, UnitSamples], Outcome]
 

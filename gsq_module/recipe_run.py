@@ -37,11 +37,12 @@ from gsq_module.module import GSQModule
 from gsq_module.outer import OuterQuantizer
 from gsq_module.pipeline import BlockLoop, Refine
 from gsq_module.refinement import UnitRefiner
-from gsq_module.run_directory import Progress, RunDirectory, UnitResult, UnitShards
+from gsq_module.run_directory import Progress, RunDirectory
 from gsq_module.snapshots import Snapshots
 from gsq_module.storage import StorageError
 from gsq_module.streaming import source
 from gsq_module.streaming.model import StreamedModel
+from gsq_module.unit_shards import UnitResult, UnitShards
 from gsq_module.verification import verify_export
 
 logger = logging.getLogger(__name__)

@@ -29,9 +29,9 @@ from gsq_module.outer import OuterQuantizer
 from gsq_module.pipeline import BlockLoop
 from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.refinement import UnitRefiner
-from gsq_module.run_directory import UnitShards
 from gsq_module.streaming.activations import Location
 from gsq_module.streaming.model import StreamedModel
+from gsq_module.unit_shards import UnitShards
 
 STEPS = 6
 """Optimizer steps of a rehearsed unit; all but the first are timed."""

@@ -16,9 +16,9 @@ from torch import Tensor
 from gsq_module import ranks
 from gsq_module.atomic import remove_leftovers, sync, write_atomically
 from gsq_module.fingerprint import data_identity
-from gsq_module.run_directory import as_bytes
 from gsq_module.storage import storing
 from gsq_module.streaming.activations import batches
+from gsq_module.unit_shards import as_bytes
 
 logger = logging.getLogger(__name__)
 

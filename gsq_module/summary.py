@@ -17,7 +17,7 @@ from gsq_module.final_pass import TunedScales
 from gsq_module.measures import Measured
 from gsq_module.memory.stages import StageClock
 from gsq_module.memory.statistics import format_bytes, host_peak_bytes
-from gsq_module.run_directory import UnitResult
+from gsq_module.unit_shards import UnitResult
 
 TABLES = (
     ("perplexity (lower is better)", "perplexity_by_text", ".2f"),

@@ -20,9 +20,10 @@ from gsq_module.export.packing import unpack_codes
 from gsq_module.export.reader import CONFIG_FILE, match_schemes, open_checkpoint, stored_quantization
 from gsq_module.export.writer import CHECKSUMS, folder_checksums, report_checksum
 from gsq_module.quantization.grid import GRIDS, Grid
-from gsq_module.run_directory import QuantizedWeights, RunDirectory, as_bytes
+from gsq_module.run_directory import RunDirectory
 from gsq_module.streaming.checkpoint import INDEX_FILE
 from gsq_module.streaming.model import StreamedModel
+from gsq_module.unit_shards import QuantizedWeights, as_bytes
 
 DAMAGED = 3
 """Exit status where something is bad; 2 where there is nothing to look at."""

@@ -18,8 +18,8 @@ from gsq_module.export.writer import CHECKSUMS, export_checkpoint, folder_checks
 from gsq_module.fingerprint import as_text
 from gsq_module.quantization.grid import GRIDS, QuantizedWeight
 from gsq_module.quantization.scales import round_to_nearest
-from gsq_module.run_directory import UnitResult, UnitShards
 from gsq_module.streaming.checkpoint import INDEX_FILE, Checkpoint
+from gsq_module.unit_shards import UnitResult, UnitShards
 from gsq_module.verification import DAMAGED, verify_export, verify_run
 
 GROUP = 32

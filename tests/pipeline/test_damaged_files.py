@@ -10,8 +10,9 @@ import torch
 from toy_runs import contents, run, summary_of
 
 from gsq_module.quantization.grid import GRIDS, QuantizedWeight
-from gsq_module.run_directory import RunDirectory, UnitResult, UnitShards
+from gsq_module.run_directory import RunDirectory
 from gsq_module.snapshots import Snapshots
+from gsq_module.unit_shards import UnitResult, UnitShards
 
 OPTIONS = ("--data.train_samples=16", "--reload_max_gib=0", "--model.snapshot_every=1")
 

@@ -20,8 +20,8 @@ from gsq_module.module import GSQModule, UnitProblem
 from gsq_module.pipeline import BlockLoop
 from gsq_module.quantization.gptq import gptq
 from gsq_module.refinement import Outcome
-from gsq_module.run_directory import UnitShards
 from gsq_module.streaming.activations import UnitSamples
+from gsq_module.unit_shards import UnitShards
 
 SEQ_LEN = 16
 TRAIN, VALIDATION, GPTQ = 5, 2, 3
