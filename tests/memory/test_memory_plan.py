@@ -9,8 +9,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from gsq_module.memory.plan import BlockShape, Job, MemoryPlan, UnitShape
+from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.plan_report import as_dict, compare_devices, label, parse_bytes, remedies, render, verdict
+from gsq_module.memory.sizes import BlockShape, Job, UnitShape
 from gsq_module.memory.statistics import format_bytes
 
 MIB, GIB = 2**20, 2**30
