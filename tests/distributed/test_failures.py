@@ -24,7 +24,8 @@ def units(run) -> list[str]:
     return sorted(name for name in contents(run.run_dir / "units") if not name.startswith("."))
 
 
-@pytest.mark.parametrize(("rank", "strategy"), [pytest.param(0, "sharded", marks=pytest.mark.slow), (1, "ddp")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "strategy"), [(0, "sharded"), (1, "ddp")])
 def test_a_rank_out_of_memory_ends_all_and_leaves_its_report(rank, strategy, launch, alone, tmp_path):
     options = ("--trainer.devices=2", f"--trainer.strategy={strategy}", *BARE)
     run = launch(tmp_path / "run", *options, *failing(rank=rank, step=IN_THE_SECOND_UNIT))

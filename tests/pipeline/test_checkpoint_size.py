@@ -86,6 +86,7 @@ def test_the_way_to_the_head_counts_where_blocks_behind_stay_in_float(short):
     assert part.predicted("head", None, None) >= whole.predicted("head", None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tie", [False, True])
 def test_it_is_what_an_export_holds(tmp_path, tie):
     recipe = write_recipe(tmp_path, toy_checkpoint(tmp_path / "model", dtype=torch.bfloat16, tie_word_embeddings=tie))

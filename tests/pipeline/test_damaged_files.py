@@ -109,6 +109,7 @@ def shards(tmp_path):
     return shards
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_a_unit_goes_unnoticed(shards):
     result, weights = shards.load(0, "mlp")
     (file,) = shards.files()

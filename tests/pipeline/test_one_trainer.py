@@ -78,6 +78,7 @@ def test_metrics_have_one_step_axis(llama, tmp_path):
     assert last["perplexity/held_out/quantized"] == pytest.approx(summary["perplexity"]["quantized"])
 
 
+@pytest.mark.slow
 def test_validation_during_the_fit_is_on_hard_codes_and_changes_nothing(llama, tmp_path):
     options = ("--model.refinement.epochs=2", "--data.train_samples=64")
     run(llama, tmp_path / "with", *options, "--trainer.limit_val_batches=1.0", *ONE_BLOCK)

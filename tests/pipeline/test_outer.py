@@ -110,6 +110,7 @@ def test_a_tied_model(tied, tmp_path, bits):
         assert torch.equal(loaded.tensor(f"lm_head.{kind}"), loaded.tensor(f"model.embed_tokens.{kind}"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [["head"], ["embedding"], ["embedding", "head"]])
 def test_only_what_is_missing_is_done_again(untied, tmp_path, monkeypatch, missing):
     recipe, finished, _ = untied
@@ -144,6 +145,7 @@ def test_rounding_alone_passes_no_stream(untied, tmp_path, monkeypatch):
     assert [part["kept"] for part in summary["outer"]] == ["initial", "initial"]
 
 
+@pytest.mark.slow
 def test_row_chunks_do_not_matter(untied, tmp_path, monkeypatch):
     recipe, finished, _ = untied
     run_dir = shutil.copytree(finished, tmp_path / "run")

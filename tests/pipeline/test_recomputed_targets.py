@@ -42,6 +42,7 @@ def test_whole_fits_agree_in_float32(target, llama, tmp_path):
 OPTIONS = [*(f"--model.target={target}" for target in TARGETS), "--model.token_weights=inverse_square"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_errors_agree_up_to_the_rounding_of_stores(name, option, recipes, tmp_path):

@@ -21,6 +21,7 @@ def codes(run_dir, grid=2):
     return dict(RunDirectory(run_dir).units(GRIDS[grid]).weights())
 
 
+@pytest.mark.slow
 def test_more_steps_help_clearly(llama, tmp_path):
     run(llama, tmp_path / "run", "--model.refinement.epochs=6", *ONE_BLOCK)
     units = summary_of(tmp_path / "run")["units"]
@@ -103,6 +104,7 @@ def test_units_to_refine_must_be_quantized(llama, tmp_path, capsys):
     assert "model.refinement.units" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_is_measured_initially_is_the_run_without_refinement(llama, tmp_path):
     run(llama, tmp_path / "both", "--reload_max_gib=0")
     run(llama, tmp_path / "initial", "--model.refinement.epochs=0", *BARE)
@@ -125,6 +127,7 @@ def test_rtn_rounds_the_checkpoint(signed, llama, tmp_path):
     assert any((weight.scales < 0).any() for weight in found.values()) == (signed == "true")
 
 
+@pytest.mark.slow
 def test_gptq_starts_better_than_rtn(llama, tmp_path):
     errors = {}
     for initializer in ("gptq", "rtn"):

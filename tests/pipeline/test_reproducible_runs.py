@@ -40,6 +40,7 @@ def test_stores_on_disk_change_nothing(llama, tmp_path):
     assert not list((tmp_path / "disk").rglob("*.bin")), "hidden states stay behind"
 
 
+@pytest.mark.slow
 def test_microbatches_change_next_to_nothing(llama, tmp_path, monkeypatch):
     """A batch of 4 as 4x1, 2x2 and 1x4 gives the same steps; sums in another order may turn a sign of Lion's."""
     # So few steps do not pay; they are compared all the same.

@@ -171,6 +171,7 @@ def test_a_field_that_matters_is_refused_by_name(option, disturbed, llama, refin
     assert contents(disturbed) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["data.microbatch_size=4", "model.store=disk", "data.pin_memory=false"])
 def test_a_field_that_does_not_matter_is_free(option, disturbed, llama, refined):
     (disturbed / LAST).unlink()

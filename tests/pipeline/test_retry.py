@@ -76,6 +76,7 @@ def test_it_goes_down_to_one_sample_and_then_ends_with_a_report(llama, tmp_path,
     assert (tmp_path / "run" / "oom_reports" / "rank0.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_suspected_error_is_not_retried_and_finished_units_are_kept(llama, tmp_path, monkeypatch):
     error = RuntimeError("CUDA driver error: device not ready")
     with monkeypatch.context() as patch:

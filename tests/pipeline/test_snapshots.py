@@ -63,6 +63,7 @@ def test_a_resumed_run_begins_at_the_snapshot(interrupted, llama, tmp_path, load
     assert not (run_dir / "snapshots").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["damaged", "an earlier unit is done again", "another dtype", "other rows"])
 def test_one_that_does_not_serve_is_as_good_as_none(why, interrupted, llama, tmp_path, loaded, monkeypatch):
     run_dir = shutil.copytree(interrupted / "run", tmp_path / "run")

