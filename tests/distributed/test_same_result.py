@@ -73,7 +73,7 @@ DEFAULT_RATE = ("--model.refinement.lr=2e-4", "--model.refinement.epochs=8", "--
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "equal", "near"), [("float32", 1.0, 1e-5), ("bfloat16", 0.995, 2e-3)])
+@pytest.mark.parametrize(("dtype", "equal", "near"), [("float32", 1.0, 1e-5), ("bfloat16", 0.995, 5e-3)])
 def test_rounding_moves_few_codes_at_the_default_rate(dtype, equal, near, launch, tmp_path):
     """Behind units that differ in a few codes, more of them differ: docs/experiments.md, "Several processes"."""
     options = (f"--model.dtype={dtype}", f"--model.refinement.logit_dtype={dtype}", *DEFAULT_RATE)
