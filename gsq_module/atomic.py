@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from gsq_module.storage import storing
@@ -14,12 +15,17 @@ def write_atomically(path: Path, content: bytes) -> None:
     Raises:
         StorageError: The disk has no room for it, or it may not be written; the old content stays.
     """
+    write_parts_atomically(path, [content], len(content))
+
+
+def write_parts_atomically(path: Path, parts: Iterable[bytes | memoryview], nbytes: int) -> None:
+    """The same of a content of `nbytes` that is made part by part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with storing(path, len(content)):
+    with storing(path, nbytes):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(temporary, "wb") as file:
-                file.write(content)
+                file.writelines(parts)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)

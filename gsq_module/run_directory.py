@@ -95,7 +95,7 @@ class RunDirectory:
             StorageError: Nothing can be written there.
         """
         shutil.rmtree(self.activations, ignore_errors=True)  # a killed run cannot
-        for folder in (self.path, self.path / "units", self.path / "initial", self.path / "metrics"):
+        for folder in (self.path, *(self.path / name for name in ("units", "tuned", "initial", "metrics"))):
             remove_leftovers(folder)
         target = self.path / "config.yaml"
         if target.is_file() and target.read_bytes() != config.encode():

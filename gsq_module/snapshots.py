@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ import torch
 from torch import Tensor
 
 from gsq_module import ranks
-from gsq_module.atomic import remove_leftovers, sync, write_atomically
+from gsq_module.atomic import remove_leftovers, write_atomically, write_parts_atomically
 from gsq_module.fingerprint import data_identity
-from gsq_module.storage import storing
 from gsq_module.streaming.activations import batches
 from gsq_module.unit_shards import as_bytes
 
@@ -58,23 +56,15 @@ class Snapshots:
             StorageError: The disk is full; the snapshot before stays.
         """
         path = self._path(block)
-        temporary = path.with_name(f".{path.name}.tmp")
         digest = hashlib.sha256()
-        with storing(path, sum(stream.nbytes for stream in streams)):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with open(temporary, "wb") as file:
-                    for part in _parts(streams):
-                        content = as_bytes(part.cpu())
-                        digest.update(content)
-                        file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                temporary.replace(path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-            sync(path.parent)
+
+        def contents() -> Iterator[memoryview]:
+            for part in _parts(streams):
+                content = as_bytes(part.cpu())
+                digest.update(content)
+                yield content
+
+        write_parts_atomically(path, contents(), sum(stream.nbytes for stream in streams))
         about = self._about(streams, block, basis) | {"sha256": digest.hexdigest()}
         write_atomically(path.with_suffix(".json"), json.dumps(about).encode())
         ranks.barrier()  # before that, another rank may have only the older one
