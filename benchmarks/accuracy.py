@@ -118,7 +118,7 @@ def run(jobs: Sequence[Job], side_by_side: int, deadline: float, rows: Path) -> 
 
 
 def budget_of(config: Path, overrides: Sequence[str]) -> str:
-    """A name for a recipe with overrides, wherever its model lies and whatever it runs on."""
+    """A name for a recipe's keys with overrides, wherever its model lies and whatever it runs on."""
     words: list[list[str]] = []
     for word in overrides:  # `--key=value`, or `--key value`
         if word.startswith("--") or not words:
@@ -126,7 +126,12 @@ def budget_of(config: Path, overrides: Sequence[str]) -> str:
         words[-1].append(word)
     free = ("--model.path", "--model.gguf_file", "--trainer")
     shaping = ["=".join(option) for option in words if not option[0].startswith(free)]
-    return hashlib.sha256(json.dumps([config.read_text(), shaping]).encode()).hexdigest()[:8]
+    recipe = yaml.safe_load(config.read_text())
+    for key in ("run_dir", "trainer"):
+        recipe.pop(key, None)
+    for key in ("path", "gguf_file"):
+        recipe["model"].pop(key, None)
+    return hashlib.sha256(json.dumps([recipe, shaping], sort_keys=True).encode()).hexdigest()[:8]
 
 
 def model_options(config: Path, overrides: Sequence[str], converted: Path) -> list[str]:

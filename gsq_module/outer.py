@@ -211,8 +211,8 @@ class OuterQuantizer:
         """Of each row the quantization with the smaller error; adds to the sums."""
 
         def squares(matrix: Tensor) -> Tensor:
-            """Of each row, weighed."""
-            return (matrix if moment is None else matrix @ moment).mul_(matrix).sum(1, dtype=torch.float64)
+            """Of each row, weighed. Summed in float32: in float64 the whole chunk would be copied."""
+            return (matrix if moment is None else matrix @ moment).mul_(matrix).sum(1).double()
 
         if not bool(torch.isfinite(weight).all()):
             raise ValueError(f"{part.module}: the checkpoint's weight is not finite")

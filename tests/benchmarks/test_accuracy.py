@@ -111,6 +111,9 @@ def test_a_budget_is_that_of_any_machine(recipe):
 
     assert budget("--model.path", "here", "--model.gguf_file", "null") == budget("--model.path=there") == budget()
     assert budget("--model.final_pass.epochs", "2") == budget("--model.final_pass.epochs=2") != budget()
+    before = budget()
+    recipe.write_text("# a comment\n" + recipe.read_text())
+    assert budget() == before
 
 
 def row(method: str, seed: int, perplexity: float, **changes) -> dict:
