@@ -38,6 +38,8 @@ STEPS = 6
 TRAIN_TOKENS = 2**17
 """Of a rehearsal, at most, unless one batch has more. An epoch of one step would count its beginning and end as the
 step's time, on several GPUs some 20 ms (docs/experiments.md)."""
+EVALUATION_BATCHES = 4
+"""Of a rehearsal and a rank, at most: what is loaded once a pass counts in proportion to the batches."""
 
 
 @dataclass
@@ -69,6 +71,28 @@ class Rehearsed:
     """`allocated` of every rank, in their order."""
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """Of the stage `evaluate`: how many samples it had on all ranks, and seconds of embedding and blocks."""
+
+    samples: int
+    embedding: float
+    blocks: float
+
+    def of_run(self, seconds: float, plan: MemoryPlan, passes: int) -> float:
+        """What it will take with all blocks and samples.
+
+        Args:
+            seconds: What the stage took here; the rest of them is the heads'.
+            plan: Of the real run.
+            passes: Models whose figures are wanted; the original's stream is one more.
+        """
+        share = sum(len(kind.indices) for kind in plan.blocks) / len(plan.blocks)
+        heads = max(0.0, seconds - self.embedding - self.blocks) * passes
+        times = plan.job.evaluation_samples / self.samples
+        return (passes + 1) * self.embedding + times * (self.blocks * share * (passes + 1) + heads)
+
+
 class _Watch(Callback, StageListener):
     """Notes the stages, and the seconds of each optimizer step."""
 
@@ -84,9 +108,7 @@ class _Watch(Callback, StageListener):
         if trainer.global_step == self._last_step:
             return
         self._last_step = trainer.global_step
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(trainer.strategy.root_device)
-        now = time.perf_counter()
+        now = _now(trainer.strategy.root_device)
         if self._began is not None:
             self.steps.append(now - self._began)
         self._began = now
@@ -163,27 +185,46 @@ def rehearse(
         loop(clock, folder, indices, STEPS)
         del ballast
         at_once = min(data.sequences_at_once(job.evaluation_seq_len), job.evaluation_samples)
-        texts = {"rehearsal": text(at_once * world_size, job.evaluation_seq_len)}
+        evaluated = min(EVALUATION_BATCHES * at_once * world_size, max(job.evaluation_samples, world_size))
+        texts = {"rehearsal": text(evaluated, job.evaluation_seq_len)}
         place = cast(Location, job.evaluation_store)
         scratch = folder / f"activations{rank}"
 
-        def states(part: Path, weights: Mapping[str, QuantizedWeight]) -> HiddenStates:
-            return hidden_states(model, texts, at_once, part, weights, data.pin_memory, indices, place)
+        weights = OuterQuantizer(model, recipe, UnitShards(folder / "units", recipe.grid)).weights({})
 
-        outer = OuterQuantizer(model, recipe, UnitShards(folder / "units", recipe.grid))
-        with closing(states(scratch / "original", {})) as original:
+        def states(part: Path, weights: Mapping[str, QuantizedWeight], blocks: list[int]) -> HiddenStates:
+            return hidden_states(model, texts, at_once, part, weights, data.pin_memory, blocks, place)
+
+        with closing(states(scratch / "original", {}, indices)) as original:
             original.leave_device()
-            with clock.stage("evaluate"), closing(states(scratch, outer.weights({}))) as quantized:
-                measure(quantized, original)
+            began = _now(model.device)
+            states(scratch, weights, []).close()
+            embedding = _now(model.device) - began
+            with clock.stage("evaluate"):
+                began = _now(model.device)
+                quantized = states(scratch, weights, indices)
+                passing = _now(model.device) - began - embedding
+                with closing(quantized):
+                    measure(quantized, original)
     finally:
         recipe.store = chosen
         callbacks[:] = [callback for callback in callbacks if callback is not watch]
         if ranks.is_first():
             shutil.rmtree(folder, ignore_errors=True)
-    return _summarize(watch, plan, recipe, data, total)
+    evaluation = Evaluation(evaluated, embedding, max(0.0, passing))
+    return _summarize(watch, plan, recipe, data, total, evaluation)
 
 
-def _summarize(watch: _Watch, plan: MemoryPlan, recipe: GSQModule, data: CalibrationData, rows: int) -> list[Rehearsed]:
+def _now(device: torch.device) -> float:
+    """Seconds, with all work done that is queued on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _summarize(
+    watch: _Watch, plan: MemoryPlan, recipe: GSQModule, data: CalibrationData, rows: int, evaluation: Evaluation
+) -> list[Rehearsed]:
     job = plan.job
     steps = recipe.refinement.epochs * (data.train_samples // data.batch_size)
     # The initial codes alone are a pass of their own, on the quantized stream.
@@ -197,9 +238,7 @@ def _summarize(watch: _Watch, plan: MemoryPlan, recipe: GSQModule, data: Calibra
         elif stage.name in ("embedding", "initialize", "head"):
             full = seconds * passes
         elif stage.name == "evaluate":
-            share = sum(len(kind.indices) for kind in plan.blocks) / len(plan.blocks)
-            batches = -(-job.evaluation_samples // data.sequences_at_once(job.evaluation_seq_len))
-            full = seconds * batches * share * (passes + 1)
+            full = evaluation.of_run(seconds, plan, passes)
         else:
             full = seconds * job.samples / rows * (1 if stage.name == "original" else passes)
         found.append(

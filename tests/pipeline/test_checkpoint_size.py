@@ -14,6 +14,7 @@ from gsq_module.data.sources import TextFiles
 from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.plan_report import as_dict
 from gsq_module.memory.sizes import ROW_CHUNK_WEIGHTS
+from gsq_module.memory.stage_formulas import ROW_CHUNK_BYTES
 from gsq_module.module import GSQModule
 from gsq_module.planning import plan_run
 from gsq_module.streaming.checkpoint import Checkpoint
@@ -69,14 +70,16 @@ def test_the_device_never_holds_more_than_some_rows_of_them(short):
     stages = {stage.stage: stage for stage in made.stages}
     assert list(stages)[:2] == ["embedding", "embed"]
     assert list(stages).index("propagate") < list(stages).index("head") < list(stages).index("evaluate")
-    assert stages["embedding"].allocated == 16 * ROW_CHUNK_WEIGHTS
+    assert stages["embedding"].allocated == ROW_CHUNK_BYTES * ROW_CHUNK_WEIGHTS
     assert stages["head"].allocated < 1.5 * GIB
     assert stages["head"].terms["Hessians"] == 4 * HIDDEN**2
     rows = stages["head"].terms["rows"]
-    assert rows == 16 * ROW_CHUNK_WEIGHTS
+    assert rows == ROW_CHUNK_BYTES * ROW_CHUNK_WEIGHTS
     two = plan(short, 2, "ddp", embedding_bits=8, head_bits=8, store="memory")
     assert two.predicted("head", None, None) - made.predicted("head", None, None) == 3 * ROW_CHUNK_WEIGHTS
-    assert plan(short, head_bits=8, initializer="rtn").predicted("head", None, None) == 16 * ROW_CHUNK_WEIGHTS
+    assert (
+        plan(short, head_bits=8, initializer="rtn").predicted("head", None, None) == ROW_CHUNK_BYTES * ROW_CHUNK_WEIGHTS
+    )
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from toy_models import family
 from toy_runs import ONE_BLOCK, contents, run, summary_of, write_recipe
 
-from gsq_module.rehearsal import Rehearsed, _joined
+from gsq_module.rehearsal import Evaluation, Rehearsed, _joined
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.synthetic import SyntheticCheckpoint
 
@@ -190,3 +190,11 @@ def test_synthetic_weights_are_of_the_checkpoints_geometry(hybrid, tmp_path):
     shutil.copy(hybrid.parent / "checkpoint" / "config.json", tmp_path)
     names = list(whole)[:3]
     assert set(SyntheticCheckpoint(tmp_path).tensors(names)) == set(names)
+
+
+def test_an_evaluation_counts_embedding_blocks_and_heads_each_by_their_own_number():
+    kinds = [SimpleNamespace(indices=range(24)), SimpleNamespace(indices=range(8))]
+    plan = SimpleNamespace(job=SimpleNamespace(evaluation_samples=80), blocks=kinds)
+    # 8 samples of 80, one of 16 blocks on the average; the original's stream and a quantized one, compared once
+    found = Evaluation(samples=8, embedding=3.0, blocks=2.0).of_run(10.0, plan, passes=1)
+    assert found == 2 * 3.0 + 10 * (2 * 16 * 2.0 + 5.0)
