@@ -104,7 +104,8 @@ def _job(
         microbatch=data.microbatch_size or data.batch_size // world_size,
         shares_batch=data.microbatch_size is None,
         forward_batch=data.sequences_at_once(data.seq_len),
-        samples=data.train_samples + data.validation_samples + data.gptq_samples,
+        # Training rows go through the blocks where units are refined on them.
+        samples=(data.train_samples if recipe.refinement.epochs else 0) + data.validation_samples + data.gptq_samples,
         evaluation_samples=data.evaluation_samples * len(data.evaluation),
         evaluation_store="device",
         candidates=recipe.grid.num_candidates,

@@ -241,8 +241,8 @@ class Run:
 
     def quantize(self, model: StreamedModel) -> list[UnitResult]:
         """The block loop of the recipe."""
-        samples = self._samples(self.data.train)
         steps = self.recipe.refinement.epochs * (self.data.train_samples // self.data.batch_size)
+        samples = self._samples(self.data.train if steps else self.data.train[:0])
         return self._loop(model, samples, self.recipe.target, steps, self.directory.units(self.recipe.grid))
 
     def quantize_initially(self, model: StreamedModel) -> UnitShards:

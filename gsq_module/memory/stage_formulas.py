@@ -19,8 +19,8 @@ CHUNK_BYTES = 64 * MIB
 SETUP_CHUNKS, EAGER_CHUNKS = 4, 7
 """How many of them there are at once while logits are set up, and in an eager optimizer step."""
 ROW_CHUNK_BYTES = 15
-"""What a weight of a row chunk of embedding or head takes at once: while it is rounded, in its own dtype and three times
-in float32. Measured on an H200: 14.0 with and without GPTQ, at 4 and 8 bits."""
+"""What a weight of a row chunk of embedding or head takes at once: while it is rounded, in its own dtype and three
+times in float32. Measured on an H200: 14.0 with and without GPTQ, at 4 and 8 bits."""
 HEAD_TOKENS = 256
 """Positions whose logits are computed at once (evaluation.HEAD_TOKENS)."""
 LOGIT_TOKENS = 512
