@@ -30,13 +30,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from accuracy_job import METHODS  # noqa: E402
-from accuracy_table import Row, table  # noqa: E402
+from accuracy_table import BITS, Row, document, read_rows  # noqa: E402
 from accuracy_texts import options as text_options  # noqa: E402
 from accuracy_texts import write_texts  # noqa: E402
 
 from gsq_module.streaming import source  # noqa: E402
-
-BITS = ("1", "ternary", "2", "3", "4")
 
 
 class Job:
@@ -48,11 +46,22 @@ class Job:
         seed: Of everything random.
         budget: What jobs must agree in to be compared.
         options: Keys of the recipe that all jobs share.
+        changes: What that budget changes of the recipe.
         folder: Where its run directory, its log and its result go.
     """
 
-    def __init__(self, method: str, bits: str, seed: int, budget: str, options: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self,
+        method: str,
+        bits: str,
+        seed: int,
+        budget: str,
+        options: Sequence[str],
+        changes: Sequence[str],
+        folder: Path,
+    ) -> None:
         self.settings = {"method": method, "bits": bits, "seed": seed, "budget": budget}
+        self._changes = list(changes)
         self.name = f"{bits}bit-{method}-seed{seed}-{budget}"
         self._run_dir, self.result, self.log = (folder / f"{self.name}{end}" for end in ("", ".json", ".log"))
         self._options = [*options, f"--model.bits={bits}", f"--seed_everything={seed}"]
@@ -80,6 +89,7 @@ class Job:
 
     def row(self, side_by_side: int) -> Row:
         return self.settings | {
+            "changes": self._changes,
             "processes": side_by_side,
             "wall_seconds": round(time.perf_counter() - self._began, 1),
             **json.loads(self.result.read_text()),
@@ -117,21 +127,25 @@ def run(jobs: Sequence[Job], side_by_side: int, deadline: float, rows: Path) -> 
     return failed, [job.name for job in running + waiting]
 
 
-def budget_of(config: Path, overrides: Sequence[str]) -> str:
-    """A name for a recipe's keys with overrides, wherever its model lies and whatever it runs on."""
+def changes_of(overrides: Sequence[str]) -> list[str]:
+    """Overrides as `--key=value`, without those that say where the model lies and what it runs on."""
     words: list[list[str]] = []
     for word in overrides:  # `--key=value`, or `--key value`
         if word.startswith("--") or not words:
             words.append([])
         words[-1].append(word)
     free = ("--model.path", "--model.gguf_file", "--trainer")
-    shaping = ["=".join(option) for option in words if not option[0].startswith(free)]
+    return ["=".join(option) for option in words if not option[0].startswith(free)]
+
+
+def budget_of(config: Path, changes: Sequence[str]) -> str:
+    """A name for a recipe's keys with changes, wherever its model lies and whatever it runs on."""
     recipe = yaml.safe_load(config.read_text())
     for key in ("run_dir", "trainer"):
         recipe.pop(key, None)
     for key in ("path", "gguf_file"):
         recipe["model"].pop(key, None)
-    return hashlib.sha256(json.dumps([recipe, shaping], sort_keys=True).encode()).hexdigest()[:8]
+    return hashlib.sha256(json.dumps([recipe, list(changes)], sort_keys=True).encode()).hexdigest()[:8]
 
 
 def model_options(config: Path, overrides: Sequence[str], converted: Path) -> list[str]:
@@ -141,10 +155,6 @@ def model_options(config: Path, overrides: Sequence[str], converted: Path) -> li
         return []
     folder = source.fetch(model["path"], model["gguf_file"], converted)
     return [f"--model.path={folder}", "--model.gguf_file=null"]
-
-
-def read_rows(file: Path) -> list[Row]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -173,9 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_texts(options.out / "texts")
     shared = [f"--config={options.config}", *text_options(options.out / "texts")]
     shared += [*model_options(options.config, overrides, options.out / "model"), *overrides]
-    budget = budget_of(options.config, overrides)
+    changes = changes_of(overrides)
+    budget = budget_of(options.config, changes)
     jobs = [
-        Job(method, bits, seed, budget, shared, options.out / "jobs")
+        Job(method, bits, seed, budget, shared, changes, options.out / "jobs")
         for bits, method, seed in product(options.bits, options.methods, options.seeds)
     ]
     file = options.out / "results.jsonl"
@@ -183,12 +194,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = [job for job in jobs if tuple(job.settings.values()) not in known]
     print(f"{len(jobs)} runs, {len(jobs) - len(missing)} of them finished before", flush=True)
     failed, unfinished = run(missing, options.processes, deadline, file)
-    rows = [row for row in read_rows(file) if row["budget"] == budget]
+    rows = sorted(read_rows(file), key=lambda row: list(METHODS).index(row["method"]))
     if rows:
-        order = {(job.settings["bits"], job.settings["method"]): place for place, job in enumerate(jobs)}
-        rows.sort(key=lambda row: (order.get((row["bits"], row["method"]), len(order)), row["seed"]))
-        (options.out / "table.md").write_text(table(rows) + "\n")
-        print(table(rows))
+        (options.out / "table.md").write_text(document(rows) + "\n")
+        print(document([row for row in rows if row["budget"] == budget]))
     for words, names in (("failed", failed), ("not finished; the same command goes on", unfinished)):
         if names:
             print(f"{words}: {', '.join(names)}")

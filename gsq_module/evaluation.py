@@ -19,8 +19,8 @@ from gsq_module.streaming.activations import ActivationStore, Location, batches,
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.staging import Staging
 
-HEAD_TOKENS = 256
-"""Positions whose logits are computed at once: with a vocabulary of 250,000, a quarter of a gigabyte in float32."""
+HEAD_TOKENS = 128
+"""Positions whose logits are computed at once: with a vocabulary of 250,000, an eighth of a gigabyte in float32."""
 
 
 @dataclass

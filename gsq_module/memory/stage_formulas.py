@@ -21,7 +21,7 @@ SETUP_CHUNKS, EAGER_CHUNKS = 4, 7
 ROW_CHUNK_BYTES = 15
 """What a weight of a row chunk of embedding or head takes at once: while it is rounded, in its own dtype and three
 times in float32. Measured on an H200: 14.0 with and without GPTQ, at 4 and 8 bits."""
-HEAD_TOKENS = 256
+HEAD_TOKENS = 128
 """Positions whose logits are computed at once (evaluation.HEAD_TOKENS)."""
 LOGIT_TOKENS = 512
 """Positions whose logits the final pass compares at once (scale_tuning.LOGIT_TOKENS)."""

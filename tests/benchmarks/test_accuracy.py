@@ -10,7 +10,7 @@ import accuracy
 import pytest
 import yaml
 from accuracy_job import METHODS, PublishedCLI, run_job
-from accuracy_table import table
+from accuracy_table import agreement, document, perplexities, read_rows
 from toy_models import family, save, words
 
 from gsq_module import cli
@@ -107,7 +107,7 @@ def test_ours_takes_the_final_pass_and_the_others_do_not(recipe, out):
 
 def test_a_budget_is_that_of_any_machine(recipe):
     def budget(*words: str) -> str:
-        return accuracy.budget_of(recipe, words)
+        return accuracy.budget_of(recipe, accuracy.changes_of(words))
 
     assert budget("--model.path", "here", "--model.gguf_file", "null") == budget("--model.path=there") == budget()
     assert budget("--model.final_pass.epochs", "2") == budget("--model.final_pass.epochs=2") != budget()
@@ -121,6 +121,7 @@ def row(method: str, seed: int, perplexity: float, **changes) -> dict:
         "method": method,
         "bits": "2",
         "seed": seed,
+        "processes": 1,
         "perplexity": {"speeches": {"original": 20.0, "quantized": perplexity}},
         "kl_divergence": {"speeches": {"quantized": 0.5}},
         "top1_agreement": {"speeches": {"quantized": 0.75}},
@@ -130,14 +131,27 @@ def row(method: str, seed: int, perplexity: float, **changes) -> dict:
     } | changes
 
 
-def test_the_table_holds_means_and_their_spread():
-    rows = [row("gptq", 0, 60.0), row("gptq", 1, 70.0, seconds={}), row("ours", 0, 30.0, resumed=True)]
-    head, _, original, gptq, ours = table(rows).splitlines()
-    assert "speeches: kl divergence" in head
-    assert "| 16 | original | 20.00 | 0 | 100% |" in original
-    assert gptq.startswith("| 2 | gptq | 65.00 (60.00 to 70.00) | 0.500 (0.500 to 0.500) | 75.0% (75.0% to 75.0%) |")
-    assert gptq.endswith("| 50 (0 to 100) | not counted | 2 |")
-    assert ours.startswith("| 2 | ours | 30.00 | 0.500 | 75.0% | resumed |")
+def test_the_tables_hold_means_and_their_spread():
+    rows = [row("gptq", 0, 60.0), row("gptq", 1, 70.0, processes=2), row("ours", 0, 30.0, resumed=True)]
+    head, _, original, gptq, ours = perplexities(rows).splitlines()
+    assert head.startswith("| bits | method | speeches | ln(it / original), speeches |")
+    assert original.startswith("| 16 | original | 20.00 | 0 |")
+    # ln 3 and ln 3.5; the time of the run that was alone
+    assert gptq == "| 2 | gptq | 65.00 (60.00 to 70.00) | 1.176 (1.099 to 1.253) | 100 | - | 2 |"
+    assert ours == "| 2 | ours | 30.00 | 0.405 | - | - | 1 |"
+    assert agreement(rows).splitlines()[2:] == [
+        "| 2 | gptq | 0.500 (0.500 to 0.500) | 75.0% (75.0% to 75.0%) |",
+        "| 2 | ours | 0.500 | 75.0% |",
+    ]
+
+
+def test_the_documents_say_what_was_measured():
+    """The tables of README.md and docs/accuracy.md are those of the recorded rows."""
+    root = Path(accuracy.__file__).parents[1]
+    rows = read_rows(root / "docs" / "accuracy.jsonl")
+    assert document(rows) in (root / "docs" / "accuracy.md").read_text()
+    whole = [row for row in rows if not row["changes"]]
+    assert perplexities(whole) in (root / "README.md").read_text()
 
 
 @pytest.mark.slow
@@ -145,10 +159,10 @@ def test_jobs_are_run_once_and_failures_are_named(recipe, out, capsys):
     common = [f"--config={recipe}", f"--out={out}", "--bits", "2", "--seeds", "0", "--processes", "2"]
     assert accuracy.main([*common, "--methods", "rtn", "ours", "--model.refinement.epochs=1"]) == 0
     assert "| 2 | rtn |" in capsys.readouterr().out
-    assert len(accuracy.read_rows(out / "results.jsonl")) == 2
+    assert len(read_rows(out / "results.jsonl")) == 2
     assert accuracy.main([*common, "--methods", "rtn", "ours", "--model.refinement.epochs=1"]) == 0
     assert "2 runs, 2 of them finished before" in capsys.readouterr().out
-    assert len(accuracy.read_rows(out / "results.jsonl")) == 2
+    assert len(read_rows(out / "results.jsonl")) == 2
     assert "| 2 | ours |" in (out / "table.md").read_text()
     # another budget; the time is over before it begins
     assert accuracy.main([*common, "--methods", "rtn", "--minutes", "0", "--model.refinement.epochs=2"]) == 0
