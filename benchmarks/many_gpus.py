@@ -123,7 +123,8 @@ def measure(row: str, options: argparse.Namespace) -> dict[str, Any]:
         result["failed"] = "\n".join(lines[-15:])
     else:
         rehearsed = json.loads((folder / "rehearsal.json").read_text())["stages"]
-        result["predicted"] = next(stage["predicted"] for stage in rehearsed if stage["stage"] == "refine")
+        refined = next(stage for stage in rehearsed if stage["stage"] == "refine")
+        result |= {"predicted": refined["predicted"], "step_seconds": refined["step_seconds"]}
         result["ranks"] = stages
     return result
 
@@ -148,7 +149,7 @@ def cells(row: str, found: dict[str, Any], single: float | None, options: argpar
             for stage, before in zip(stages, found["before"], strict=False)
         )
     highest = max(stage["allocated"] for stage in stages)
-    step = max(stage["step_seconds"] for stage in stages)
+    step = found["step_seconds"]
     timed = [f"{step * 1e3:.1f}" if meaningful else "-"]
     timed.append(f"{single / (count * step):.2f}" if meaningful and single else "-")
     plan = [f"{found['predicted'] / GIB:.2f}", f"{found['predicted'] / highest:.3f}"]
@@ -179,7 +180,7 @@ def main() -> None:
         strategy, _, batch = row.partition(" ")
         results[row] = found = measure(row, options)
         if strategy == "single" and "ranks" in found:
-            single[batch] = found["ranks"][0]["step_seconds"]
+            single[batch] = found["step_seconds"]
         print("| " + " | ".join(cells(row, found, single.get(batch), options)) + " |", flush=True)
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
         Path(options.out).write_text(

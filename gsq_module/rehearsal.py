@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import statistics
-import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -12,23 +10,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch import Trainer
 from rich.table import Table
-from typing_extensions import override
 
 from gsq_module import ranks
 from gsq_module.data.module import CalibrationData
 from gsq_module.data.samples import Samples
 from gsq_module.evaluation import HiddenStates, hidden_states, measure
 from gsq_module.memory.plan import MemoryPlan
-from gsq_module.memory.stages import Stage, StageClock, StageListener
-from gsq_module.memory.statistics import DeviceMemory, format_bytes, host_peak_bytes
+from gsq_module.memory.stages import StageClock, StageListener
+from gsq_module.memory.statistics import format_bytes, host_peak_bytes
 from gsq_module.module import GSQModule
 from gsq_module.outer import OuterQuantizer
 from gsq_module.pipeline import BlockLoop
 from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.refinement import UnitRefiner
+from gsq_module.rehearsal_times import Evaluation, RehearsalTimes, now
 from gsq_module.streaming.activations import Location
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.unit_shards import UnitShards
@@ -36,8 +33,8 @@ from gsq_module.unit_shards import UnitShards
 STEPS = 6
 """Optimizer steps of a rehearsed unit; all but the first are timed."""
 TRAIN_TOKENS = 2**17
-"""Of a rehearsal, at most, unless one batch has more. An epoch of one step would count its beginning and end as the
-step's time, on several GPUs some 20 ms (docs/experiments.md)."""
+"""Of a rehearsal, at most, unless two batches have more. With one step an epoch, its beginning and end would count as
+the step's time: 15 ms on one GPU, some 20 on several (docs/experiments.md)."""
 EVALUATION_BATCHES = 4
 """Of a rehearsal and a rank, at most: what is loaded once a pass counts in proportion to the batches."""
 
@@ -67,62 +64,10 @@ class Rehearsed:
     margin: int | None
     predicted: int | None
     full_seconds: float
+    step_seconds: float | None = None
+    """Of an optimizer step, where there were some."""
     by_rank: list[int] = field(default_factory=list)
     """`allocated` of every rank, in their order."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Of the stage `evaluate`: how many samples it had on all ranks, and seconds of embedding and blocks."""
-
-    samples: int
-    embedding: float
-    blocks: float
-
-    def of_run(self, seconds: float, plan: MemoryPlan, passes: int) -> float:
-        """What it will take with all blocks and samples.
-
-        Args:
-            seconds: What the stage took here; the rest of them is the heads'.
-            plan: Of the real run.
-            passes: Models whose figures are wanted; the original's stream is one more.
-        """
-        share = sum(len(kind.indices) for kind in plan.blocks) / len(plan.blocks)
-        heads = max(0.0, seconds - self.embedding - self.blocks) * passes
-        times = plan.job.evaluation_samples / self.samples
-        return (passes + 1) * self.embedding + times * (self.blocks * share * (passes + 1) + heads)
-
-
-class _Watch(Callback, StageListener):
-    """Notes the stages, and the seconds of each optimizer step."""
-
-    def __init__(self) -> None:
-        self.stages: list[tuple[Stage, float, DeviceMemory | None]] = []
-        self.steps: list[float] = []
-        self.step_seconds: dict[tuple[int | None, str | None], float] = {}
-        self._began: float | None = None
-        self._last_step = -1
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_step == self._last_step:
-            return
-        self._last_step = trainer.global_step
-        now = _now(trainer.strategy.root_device)
-        if self._began is not None:
-            self.steps.append(now - self._began)
-        self._began = now
-
-    @override
-    def on_stage_start(self, stage: Stage) -> None:
-        self._began = None
-        self.steps = []
-
-    @override
-    def on_stage_end(self, stage: Stage, seconds: float, memory: DeviceMemory | None) -> None:
-        self.stages.append((stage, seconds, memory))
-        if self.steps:
-            self.step_seconds[stage.block, stage.unit] = statistics.median(self.steps)
 
 
 def rehearse(
@@ -150,7 +95,7 @@ def rehearse(
     """
     job = plan.job
     ranks.from_first(lambda: shutil.rmtree(folder, ignore_errors=True))
-    watch = _Watch()
+    watch = RehearsalTimes()
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     clock = StageClock(model.device, [*listeners, watch])
     random = torch.Generator().manual_seed(0)
@@ -160,7 +105,8 @@ def rehearse(
 
     # Of each rank: a batch of every size that the real run has
     rank, world_size = ranks.rank(), ranks.world_size()
-    batches = min(STEPS, max(1, TRAIN_TOKENS // (data.batch_size * job.seq_len)))
+    batches = max(2, TRAIN_TOKENS // (data.batch_size * job.seq_len))
+    batches = min(STEPS, batches, data.train_samples // data.batch_size)
     sizes = (max(batches * data.batch_size, job.forward_batch * world_size), 2 * job.microbatch, 2 * job.forward_batch)
     train, validation, gptq = (text(rows, job.seq_len) for rows in (sizes[0], *(n * world_size for n in sizes[1:])))
     samples = Samples.of(train, validation, gptq, data.batch_size, rank, world_size)
@@ -197,13 +143,13 @@ def rehearse(
 
         with closing(states(scratch / "original", {}, indices)) as original:
             original.leave_device()
-            began = _now(model.device)
+            began = now(model.device)
             states(scratch, weights, []).close()
-            embedding = _now(model.device) - began
+            embedding = now(model.device) - began
             with clock.stage("evaluate"):
-                began = _now(model.device)
+                began = now(model.device)
                 quantized = states(scratch, weights, indices)
-                passing = _now(model.device) - began - embedding
+                passing = now(model.device) - began - embedding
                 with closing(quantized):
                     measure(quantized, original)
     finally:
@@ -215,15 +161,8 @@ def rehearse(
     return _summarize(watch, plan, recipe, data, total, evaluation)
 
 
-def _now(device: torch.device) -> float:
-    """Seconds, with all work done that is queued on the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def _summarize(
-    watch: _Watch, plan: MemoryPlan, recipe: GSQModule, data: CalibrationData, rows: int, evaluation: Evaluation
+    watch: RehearsalTimes, plan: MemoryPlan, recipe: GSQModule, data: CalibrationData, rows: int, evaluation: Evaluation
 ) -> list[Rehearsed]:
     job = plan.job
     steps = recipe.refinement.epochs * (data.train_samples // data.batch_size)
@@ -248,6 +187,7 @@ def _summarize(
                 None if memory is None else memory.peak_reserved,
                 None if memory is None else memory.margin,
                 plan.predicted(stage.name, stage.block, stage.unit), full * count,
+                watch.step_seconds.get((stage.block, stage.unit)) if stage.name == "refine" else None,
             )
         )  # fmt: skip
     return _joined(ranks.gather(found))
@@ -261,6 +201,7 @@ def _joined(of_ranks: list[list[Rehearsed]]) -> list[Rehearsed]:
             rows[0],
             seconds=max(other.seconds for other in rows),
             full_seconds=max(other.full_seconds for other in rows),
+            step_seconds=max((other.step_seconds for other in rows if other.step_seconds is not None), default=None),
         )
         if row.allocated is not None:
             row.by_rank = [other.allocated or 0 for other in rows]

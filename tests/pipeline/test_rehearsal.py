@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from toy_models import family
 from toy_runs import ONE_BLOCK, contents, run, summary_of, write_recipe
 
-from gsq_module.rehearsal import Evaluation, Rehearsed, _joined
+from gsq_module.rehearsal import Rehearsed, _joined
+from gsq_module.rehearsal_times import Evaluation
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.synthetic import SyntheticCheckpoint
 
@@ -92,6 +93,8 @@ def test_the_file(rehearsed):
     assert [(row["stage"], row["block"], row["unit"]) for row in found["stages"]] == [
         (row.stage, row.block, row.unit) for row in rehearsed.rows
     ]
+    timed = [row["stage"] for row in found["stages"] if row["step_seconds"]]
+    assert timed == ["refine"] * 4  # two kinds of block, two units
     assert found["hours"] == pytest.approx(sum(row.full_seconds for row in rehearsed.rows) / 3600)
     assert found["host_peak"] > 2**20
     assert found["fits"] is True
