@@ -27,7 +27,6 @@ from gsq_module import (
     fingerprint,
     forecasts,
     ranks,
-    recipe_run,
     space,
     verification,
 )
@@ -37,6 +36,8 @@ from gsq_module.memory.oom import exit_code_of
 from gsq_module.metrics_log import RunCSVLogger
 from gsq_module.module import GSQModule
 from gsq_module.nccl import NCCL
+from gsq_module.recipe_checks import check_recipe, raise_collected, start_loggers
+from gsq_module.recipe_run import Run
 from gsq_module.run_directory import RunDirectory
 from gsq_module.run_lock import locked
 from gsq_module.storage import FULL, StorageError, storing
@@ -185,7 +186,7 @@ class GSQCLI(LightningCLI):
         ]
         if section.get("precision") not in (None, "32-true"):
             problems.append(f"trainer.precision={section['precision']}: what blocks are computed in is model.dtype")
-        recipe_run.raise_collected(problems)
+        raise_collected(problems)
         kwargs["logger"] = self._loggers(section.get("logger"))
         configured = section.get("callbacks") or []
         callbacks = list(configured) if isinstance(configured, list) else [configured]
@@ -227,7 +228,7 @@ class GSQCLI(LightningCLI):
                     held.enter_context(locked(run.directory.path))
                     run.directory.prepare(self._resolved_config())
                 forecasts.check_memory(run, self._get(self.config, "check_memory"))
-                run.start_loggers()
+                start_loggers(self.trainer.loggers)
                 ranks.start(self.trainer, model)
                 opened = run.open_model()
                 with ranks.first_alone():  # what it downloads, the others find
@@ -298,11 +299,11 @@ class GSQCLI(LightningCLI):
                 self.rehearsed = forecasts.rehearse(run, json)
         ranks.finish()
 
-    def _run(self, model: GSQModule, datamodule: CalibrationData) -> recipe_run.Run:
+    def _run(self, model: GSQModule, datamodule: CalibrationData) -> Run:
         model.seed = int(self._get(self.config, "seed_everything"))
         directory = RunDirectory(self._run_dir, self._get(self.config, "export_dir"))
-        run = recipe_run.Run(self.trainer, model, datamodule, directory, self._get(self.config, "reload_max_gib"))
-        run.check_recipe(texts=self.subcommand not in ("plan", "rehearse"))
+        run = Run(self.trainer, model, datamodule, directory, self._get(self.config, "reload_max_gib"))
+        check_recipe(self.trainer, model, datamodule, directory, texts=self.subcommand not in ("plan", "rehearse"))
         return run
 
     def _resolved_config(self) -> str:
