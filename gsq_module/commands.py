@@ -18,7 +18,7 @@ from gsq_module.coverage import measure_coverage
 from gsq_module.evaluation import whole_model_perplexity
 from gsq_module.export.engines import Verdict, as_lines, check_engines
 from gsq_module.export.reader import open_checkpoint
-from gsq_module.export.writer import ExportReport
+from gsq_module.export.report import ExportReport
 from gsq_module.measures import Measured
 from gsq_module.memory.statistics import format_bytes
 from gsq_module.recipe_run import Run

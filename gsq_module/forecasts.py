@@ -18,7 +18,7 @@ from gsq_module.memory.plan import CONTEXT_BYTES, MemoryPlan
 from gsq_module.memory.plan_report import as_dict, parse_bytes, remedies, render, verdict
 from gsq_module.memory.statistics import format_bytes
 from gsq_module.planning import plan_run, strategy_name
-from gsq_module.recipe_checks import raise_collected
+from gsq_module.problems import raise_collected
 from gsq_module.recipe_run import Run
 from gsq_module.rehearsal import Rehearsed
 from gsq_module.streaming import source

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning.pytorch import Trainer
@@ -14,18 +14,12 @@ from gsq_module.data.module import CalibrationData
 from gsq_module.export.folder import check_destination
 from gsq_module.metrics_log import log_once
 from gsq_module.module import GSQModule
+from gsq_module.problems import raise_collected
 from gsq_module.run_directory import RunDirectory
 from gsq_module.streaming import source
 
 STRATEGIES = (SingleDeviceStrategy, DDPStrategy)
 """Of Lightning's, those whose fits leave every rank with the same relaxed weights."""
-
-
-def raise_collected(problems: Iterable[str]) -> None:
-    """Raise one ValueError that lists all problems, if there are any."""
-    problems = list(problems)
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 def check_recipe(

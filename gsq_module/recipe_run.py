@@ -22,7 +22,8 @@ from gsq_module.memory.stages import StageClock, StageListener
 from gsq_module.module import GSQModule
 from gsq_module.outer import OuterQuantizer
 from gsq_module.pipeline import Refine
-from gsq_module.recipe_checks import check_places, raise_collected
+from gsq_module.problems import raise_collected
+from gsq_module.recipe_checks import check_places
 from gsq_module.run_directory import Progress, RunDirectory
 from gsq_module.streaming import source
 from gsq_module.streaming.model import StreamedModel
@@ -97,8 +98,7 @@ class Run:
 
     def last_step(self, results: Sequence[UnitResult]) -> int:
         """Optimizer steps of the whole run, which is where its last metrics stand."""
-        per_epoch = self.data.train_samples // self.data.batch_size
-        return sum(result.steps for result in results) + self.recipe.final_pass.epochs * per_epoch
+        return sum(result.steps for result in results) + self.recipe.final_pass.epochs * self.data.steps_per_epoch
 
     def keep_progress(self, state: str = "running") -> None:
         """Write down what the sessions have come to so far."""

@@ -12,7 +12,8 @@ import torch
 from gsq_module.continuations import choose_prompts, continue_greedily
 from gsq_module.coverage import Coverage
 from gsq_module.evaluation import HiddenStates, hidden_states, measure, whole_model_perplexity
-from gsq_module.export.writer import ExportReport, export_checkpoint
+from gsq_module.export.report import ExportReport
+from gsq_module.export.writer import export_checkpoint
 from gsq_module.measures import Measured
 from gsq_module.recipe_run import Run
 from gsq_module.storage import StorageError

@@ -20,7 +20,7 @@ from gsq_module.unit_shards import UnitResult, UnitShards
 def quantize(run: Run, model: StreamedModel) -> list[UnitResult]:
     """The block loop of the recipe."""
     samples = _samples(run, run.data.train)
-    steps = run.recipe.refinement.epochs * (run.data.train_samples // run.data.batch_size)
+    steps = run.recipe.refinement.epochs * run.data.steps_per_epoch
     return _loop(run, model, samples, run.recipe.target, steps, run.directory.units(run.recipe.grid))
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import Logger
 
 from callbacks import OOMReport, RunProgress
 from gsq_module.metrics_log import RunCSVLogger
-from gsq_module.recipe_checks import raise_collected
+from gsq_module.problems import raise_collected
 from gsq_module.run_directory import RunDirectory
 
 UNSET_LIMITS = {
