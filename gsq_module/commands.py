@@ -15,14 +15,13 @@ from lightning.pytorch.loggers import WandbLogger
 
 from gsq_module import ranks, tasks
 from gsq_module.coverage import measure_coverage
-from gsq_module.evaluation import whole_model_perplexity
 from gsq_module.export.engines import Verdict, as_lines, check_engines
 from gsq_module.export.reader import open_checkpoint
 from gsq_module.export.report import ExportReport
 from gsq_module.measures import Measured
 from gsq_module.memory.statistics import format_bytes
 from gsq_module.recipe_run import Run
-from gsq_module.run_results import continue_texts, measure_original, measure_reloaded, measure_weights, write_export
+from gsq_module.run_results import continue_texts, measure_original, measure_weights, measure_whole_model, write_export
 from gsq_module.run_units import quantize, quantize_initially, train_final_scales
 from gsq_module.streaming import source
 from gsq_module.streaming.model import StreamedModel
@@ -71,7 +70,8 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     continuations: list[dict[str, str]] = []
     dense_bytes = sum(parameter.numel() for parameter in model.model.parameters()) * (torch.finfo(run.dtype).bits // 8)
     if dense_bytes <= run.reload_max_gib * 2**30:
-        figures["reloaded"] = measure_reloaded(run)
+        with run.clock.stage("reload"):
+            figures["reloaded"] = measure_whole_model(run, directory.export)
         continuations = continue_texts(run, model.checkpoint.directory)
     predicted = run.plan.by_stage() if run.plan is not None else {}
     summary = build_summary(
@@ -191,8 +191,7 @@ def evaluate(run: Run, checkpoint: str | None, whole_model: bool, compare: bool)
     with ranks.first_alone():
         run.data.tokenize_evaluation(run.tokenizer(folder))
     if whole_model:
-        perplexities = whole_model_perplexity(folder, run.data.evaluation_tokens, run.device, run.dtype)
-        result = {name: Measured(value) for name, value in perplexities.items()}
+        result = measure_whole_model(run, folder)
     else:
         model = StreamedModel.from_checkpoint(opened, run.device, run.dtype)
         with ExitStack() as cleanup:
@@ -216,9 +215,7 @@ def evaluate(run: Run, checkpoint: str | None, whole_model: bool, compare: bool)
 
 def evaluate_tasks(run: Run, checkpoint: str | None, names: list[str]) -> dict[str, dict[str, float]]:
     """Tasks of lm-evaluation-harness on what `evaluate` has measured; one process does it."""
-    folder = run.directory.export if checkpoint is None else Path(checkpoint)
-    if checkpoint == "original":
-        folder = source.fetch(run.recipe.path, run.recipe.gguf_file, run.directory.source)
+    folder = _checkpoint_folder(run, checkpoint)
     results = tasks.evaluate_tasks(folder, names, run.device, run.dtype)
     for task, figures in results.items():
         print(f"{folder} {task}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))

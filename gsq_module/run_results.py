@@ -92,10 +92,9 @@ def _hidden_states(
     )
 
 
-def measure_reloaded(run: Run) -> dict[str, Measured]:
-    """Figures of the export, loaded whole by plain transformers."""
-    with run.clock.stage("reload"):
-        perplexities = whole_model_perplexity(run.directory.export, run.data.evaluation_tokens, run.device, run.dtype)
+def measure_whole_model(run: Run, folder: Path) -> dict[str, Measured]:
+    """Figures by text of a checkpoint, loaded whole by plain transformers."""
+    perplexities = whole_model_perplexity(folder, run.data.evaluation_tokens, run.device, run.dtype)
     return {text: Measured(value) for text, value in perplexities.items()}
 
 

@@ -23,6 +23,7 @@ import gsq_module
 from gsq_module.memory.allocator import setting_in_force
 from gsq_module.memory.doctor_report import find_warnings
 from gsq_module.memory.failure import ask
+from gsq_module.storage import free_bytes
 
 T = TypeVar("T")
 
@@ -201,14 +202,9 @@ def _disk(run_dir: Path) -> dict[str, Any]:
 
     def add(name: str, find: Callable[[], str | Path]) -> None:
         disk[name] = answer(lambda: str(Path(find()).absolute()))
-        disk[f"{name}_free_bytes"] = answer(lambda: _free_below(Path(find()).absolute()))
+        disk[f"{name}_free_bytes"] = answer(lambda: free_bytes(Path(find())))
 
     add("run_dir", lambda: run_dir)
     add("temporary_files", tempfile.gettempdir)
     add("hub_cache", lambda: HF_HUB_CACHE)
     return disk
-
-
-def _free_below(folder: Path) -> int:
-    """Free bytes where `folder` is, or will be."""
-    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
