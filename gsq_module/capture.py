@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ from torch import Tensor, is_tensor, nn
 
 from gsq_module import ranks
 from gsq_module.data.samples import Samples
-from gsq_module.module import GSQModule, Prepare, cached_targets
+from gsq_module.module import GSQModule
 from gsq_module.quantization.hessian import Hessian
 from gsq_module.streaming.activations import ActivationStore, Stores
-from gsq_module.streaming.calls import BlockCall, first_output
+from gsq_module.streaming.calls import BlockCall
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.staging import Staging
 from gsq_module.streaming.units import (
@@ -27,6 +26,7 @@ from gsq_module.streaming.units import (
     hooks,
     trace_units,
 )
+from gsq_module.unit_targets import OriginalTargets, Prepare, StreamTargets, cached_targets, stream_target
 
 
 @dataclass
@@ -222,52 +222,6 @@ class BlockPasses:
         """Float32 `[num_samples, seq_len]`, beside the hidden states, but never in a file: it is small."""
         place = self.stores["quantized"].device
         return ActivationStore(tuple(self.samples.tokens.shape), torch.float32, "device", place, Path())
-
-
-class StreamTargets:
-    """Inputs and targets of a unit, made again of the residual stream before it and of where it should lead.
-
-    Args:
-        unit: Traced unit.
-        dtype: What the block is computed in.
-    """
-
-    def __init__(self, unit: Unit, dtype: torch.dtype) -> None:
-        self._pre_norm, self._dtype = unit.pre_norm, dtype
-
-    @torch.no_grad()
-    def __call__(self, microbatch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Residual and goal `[batch, seq_len, hidden_size]`, and others -> inputs, targets, and the others as given."""
-        residual, goal, *others = microbatch
-        inputs = residual.to(self._dtype)
-        if self._pre_norm is not None:
-            inputs = first_output(self._pre_norm(inputs))
-        return inputs, stream_target(residual, goal), *others
-
-
-def stream_target(residual: Tensor, goal: Tensor) -> Tensor:
-    """What a unit should add to `residual` to reach `goal`; in float32, for it is much smaller than either."""
-    return goal.float() - residual.float()
-
-
-class OriginalTargets:
-    """Targets of a unit by a frozen copy of it, made before its weights are replaced.
-
-    Args:
-        unit: The unit; its module is copied.
-        calls: How the block calls it, by batch size.
-        dtype: What the block is computed in.
-    """
-
-    def __init__(self, unit: Unit, calls: dict[int, BlockCall], dtype: torch.dtype) -> None:
-        self._original = Branch(replace(unit, module=copy.deepcopy(unit.module)), calls).requires_grad_(False)
-        self._dtype = dtype
-
-    @torch.no_grad()
-    def __call__(self, microbatch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Inputs `[batch, seq_len, hidden_size]` -> inputs, targets."""
-        (inputs,) = microbatch
-        return inputs, self._original(inputs.to(self._dtype))
 
 
 def _new_hessian(name: str, in_features: int, model: StreamedModel) -> Hessian:

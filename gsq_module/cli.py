@@ -15,28 +15,26 @@ import yaml
 from jsonargparse.typing import NonNegativeFloat
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-import gsq_module
-from callbacks import OOMReport, RunProgress
 from gsq_module import (
     commands,
     doctor,
     fingerprint,
     forecasts,
     ranks,
-    recipe_run,
     space,
+    trainer_section,
     verification,
 )
 from gsq_module.data.module import CalibrationData
 from gsq_module.memory.allocator import apply_policy
 from gsq_module.memory.oom import exit_code_of
-from gsq_module.metrics_log import RunCSVLogger
 from gsq_module.module import GSQModule
 from gsq_module.nccl import NCCL
+from gsq_module.recipe_checks import check_recipe, start_loggers
+from gsq_module.recipe_run import Run
 from gsq_module.run_directory import RunDirectory
 from gsq_module.run_lock import locked
 from gsq_module.storage import FULL, StorageError, storing
@@ -46,31 +44,6 @@ from gsq_module.tasks import check_tasks
 
 USER_ERROR = 2
 """Exit status of what a user can mend, as jsonargparse's own."""
-
-FREE_FIELDS = (
-    "data.evaluation",
-    "data.forward_batch_size",
-    "data.microbatch_size",
-    "data.pin_memory",
-    "model.kernels",
-    "model.measure_initial",
-    "model.snapshot_every",
-    "model.store",
-    "model.targets",
-)
-"""Fields of `model` and `data` that may change when a run is resumed: they do not shape the result."""
-
-UNSET_LIMITS = {
-    "max_epochs": -1,
-    "min_epochs": None,
-    "max_steps": -1,
-    "min_steps": None,
-    "max_time": None,
-    "limit_train_batches": None,
-    "overfit_batches": 0.0,
-    "fast_dev_run": False,
-}
-"""Keys of the Trainer that would change the length of a refinement, and what they are where nobody has set them."""
 
 
 class GSQCLI(LightningCLI):
@@ -147,19 +120,8 @@ class GSQCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """A W&B logger without an id of its own gets the run's, and writes into the run directory."""
-        configured = self._get(self.config, "trainer").get("logger")
-        for logger in configured if isinstance(configured, list) else [configured]:
-            writes = self.subcommand == "fit" and ranks.is_first()
-            if getattr(logger, "class_path", "").endswith("WandbLogger") and writes:
-                arguments = logger.init_args
-                if arguments.get("id") is None and arguments.get("version") is None:
-                    arguments["id"] = RunDirectory(self._run_dir).wandb_id()
-                if arguments.get("resume") is None:
-                    # The parser passes wandb.init's default on, which would begin the known run anew, and empty it.
-                    arguments["resume"] = "allow"
-                if arguments.get("save_dir") in (None, "."):
-                    arguments["save_dir"] = self._run_dir
+        if self.subcommand == "fit" and ranks.is_first():
+            trainer_section.settle_wandb(self._get(self.config, "trainer").get("logger"), self._run_dir)
 
     @override
     def instantiate_classes(self) -> None:
@@ -169,45 +131,14 @@ class GSQCLI(LightningCLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         section = self._get(self.config_init, "trainer")
-        if self.subcommand == "plan":
-            # A plan computes nothing on the devices, which need not be here; only their number counts.
-            section["accelerator"] = "cpu"
-            section["devices"] = _count(section.get("devices"))
-        if section.get("strategy") == "auto" and _processes(section) > 1:
-            # What the plan says fits best, whatever the model: it needs least, and no more time (docs/experiments.md).
-            section["strategy"] = "sharded"
+        trainer_section.settle_devices(section, self.subcommand == "plan")
         self._get(self.config_init, "nccl").export()
-        problems = [
-            f"trainer.{key}={section[key]}: the length of a unit's refinement is model.refinement.epochs; "
-            "for a short trial: --model.num_blocks 1"
-            for key, unset in UNSET_LIMITS.items()
-            if section.get(key) not in (unset, None)
-        ]
-        if section.get("precision") not in (None, "32-true"):
-            problems.append(f"trainer.precision={section['precision']}: what blocks are computed in is model.dtype")
-        recipe_run.raise_collected(problems)
-        kwargs["logger"] = self._loggers(section.get("logger"))
-        configured = section.get("callbacks") or []
-        callbacks = list(configured) if isinstance(configured, list) else [configured]
-        progress = next((callback for callback in callbacks if isinstance(callback, RunProgress)), None)
-        if progress is None:
-            progress = RunProgress()
-            callbacks.insert(0, progress)
-        if section.get("enable_progress_bar") is False:
-            # Lightning refuses the key beside a progress bar; the run tells its progress to one even if it is silent.
-            progress.disable()
-            section["enable_progress_bar"] = None
-        if not any(isinstance(callback, OOMReport) for callback in callbacks):
-            callbacks.append(OOMReport())  # behind the progress bar, which gives the terminal back first
-        section["callbacks"] = callbacks
+        trainer_section.check_keys(section)
+        # Plans and rehearsals are no runs.
+        is_run = self.subcommand not in ("plan", "rehearse")
+        kwargs["logger"] = trainer_section.loggers_of_run(section.get("logger"), self._run_dir) if is_run else []
+        trainer_section.settle_callbacks(section)
         return super().instantiate_trainer(**kwargs)
-
-    def _loggers(self, configured: Logger | list[Logger] | bool | None) -> list[Logger]:
-        """CSV always; what the recipe names beside it. Plans and rehearsals are no runs."""
-        if self.subcommand in ("plan", "rehearse"):
-            return []
-        others = configured if isinstance(configured, list) else [configured] if isinstance(configured, Logger) else []
-        return [RunCSVLogger(self._run_dir, flush_logs_every_n_steps=1), *others]
 
     @property
     def _run_dir(self) -> str:
@@ -227,7 +158,7 @@ class GSQCLI(LightningCLI):
                     held.enter_context(locked(run.directory.path))
                     run.directory.prepare(self._resolved_config())
                 forecasts.check_memory(run, self._get(self.config, "check_memory"))
-                run.start_loggers()
+                start_loggers(self.trainer.loggers)
                 ranks.start(self.trainer, model)
                 opened = run.open_model()
                 with ranks.first_alone():  # what it downloads, the others find
@@ -298,49 +229,18 @@ class GSQCLI(LightningCLI):
                 self.rehearsed = forecasts.rehearse(run, json)
         ranks.finish()
 
-    def _run(self, model: GSQModule, datamodule: CalibrationData) -> recipe_run.Run:
+    def _run(self, model: GSQModule, datamodule: CalibrationData) -> Run:
         model.seed = int(self._get(self.config, "seed_everything"))
         directory = RunDirectory(self._run_dir, self._get(self.config, "export_dir"))
-        run = recipe_run.Run(self.trainer, model, datamodule, directory, self._get(self.config, "reload_max_gib"))
-        run.check_recipe(texts=self.subcommand not in ("plan", "rehearse"))
+        run = Run(self.trainer, model, datamodule, directory, self._get(self.config, "reload_max_gib"))
+        check_recipe(self.trainer, model, datamodule, directory, texts=self.subcommand not in ("plan", "rehearse"))
         return run
 
     def _resolved_config(self) -> str:
         return self._parser(self.subcommand).dump(self.config[self.subcommand], skip_link_targets=False)
 
     def _fingerprint(self) -> dict[str, Any]:
-        """Everything that shapes the result, flat."""
-        flat: dict[str, Any] = {"gsq_module": gsq_module.__version__}
-
-        def visit(prefix: str, value: Any) -> None:
-            if prefix in FREE_FIELDS:
-                return
-            if isinstance(value, dict):
-                for key, item in value.items():
-                    visit(f"{prefix}.{key}" if prefix else key, item)
-            else:
-                flat[prefix] = value
-
-        config = yaml.safe_load(self._resolved_config())
-        visit("", {key: config[key] for key in ("seed_everything", "model", "data")})
-        return flat
-
-
-def _processes(section: Any) -> int:
-    """How many processes a Trainer with these keys would have."""
-    devices = section.get("devices")
-    if str(devices) in ("auto", "-1") and section.get("accelerator") != "cpu":
-        devices = torch.cuda.device_count()
-    return int(section.get("num_nodes") or 1) * _count(devices)
-
-
-def _count(devices: Any) -> int:
-    """How many devices a value of `trainer.devices` means; one where that depends on the machine."""
-    if isinstance(devices, str):
-        devices = [part for part in devices.split(",") if part.strip()] if "," in devices else devices
-    if isinstance(devices, list):
-        return max(1, len(devices))
-    return int(devices) if str(devices).isdigit() and int(devices) > 0 else 1
+        return fingerprint.settings_fields(yaml.safe_load(self._resolved_config()))
 
 
 @contextmanager

@@ -15,13 +15,14 @@ from lightning.pytorch.loggers import WandbLogger
 
 from gsq_module import ranks, tasks
 from gsq_module.coverage import measure_coverage
-from gsq_module.evaluation import whole_model_perplexity
 from gsq_module.export.engines import Verdict, as_lines, check_engines
 from gsq_module.export.reader import open_checkpoint
-from gsq_module.export.writer import ExportReport
+from gsq_module.export.report import ExportReport
 from gsq_module.measures import Measured
 from gsq_module.memory.statistics import format_bytes
 from gsq_module.recipe_run import Run
+from gsq_module.run_results import continue_texts, measure_original, measure_weights, measure_whole_model, write_export
+from gsq_module.run_units import quantize, quantize_initially, train_final_scales
 from gsq_module.streaming import source
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.summary import build_summary, flat_figures, print_summary
@@ -44,21 +45,23 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     run.take_up(began)
     coverage = measure_coverage(model, recipe)
     run.say("original: perplexity")
-    original, measured = run.original(model)
+    original, measured = measure_original(run, model)
     with closing(original):
         figures = {"original": measured}
         if recipe.measure_initial and recipe.refinement.epochs:
             run.say(f"initial: {recipe.initializer} alone, and its perplexity")
-            initial = run.quantize_initially(model)
-            figures["initial"] = run.measure(model, run.outer(model, initial).weights(initial.weights()), original)
+            initial = quantize_initially(run, model)
+            figures["initial"] = measure_weights(
+                run, model, run.outer(model, initial).weights(initial.weights()), original
+            )
         run.say("quantized: refinement")
-        results = run.quantize(model)
-        tuned = run.train_scales(model)
+        results = quantize(run, model)
+        tuned = train_final_scales(run, model)
         run.say("quantized: export and perplexity")
-        report = ranks.from_first(lambda: run.export(model, coverage))
+        report = ranks.from_first(lambda: write_export(run, model, coverage))
         run.keep_progress()
         outer = run.outer(model, directory.units(recipe.grid))
-        figures["quantized"] = run.measure(model, outer.weights(run.final_units.weights()), original)
+        figures["quantized"] = measure_weights(run, model, outer.weights(run.final_units.weights()), original)
     peaks = ranks.gather(max(run.clock.peak_memory.values(), default=0))
     # One process does what remains. Loading an export, compressed-tensors would want the help of all connected ones.
     ranks.finish()
@@ -67,8 +70,9 @@ def fit(run: Run, model: StreamedModel, began: float) -> dict[str, Any]:
     continuations: list[dict[str, str]] = []
     dense_bytes = sum(parameter.numel() for parameter in model.model.parameters()) * (torch.finfo(run.dtype).bits // 8)
     if dense_bytes <= run.reload_max_gib * 2**30:
-        figures["reloaded"] = run.measure_reloaded()
-        continuations = run.continuations(model.checkpoint.directory)
+        with run.clock.stage("reload"):
+            figures["reloaded"] = measure_whole_model(run, directory.export)
+        continuations = continue_texts(run, model.checkpoint.directory)
     predicted = run.plan.by_stage() if run.plan is not None else {}
     summary = build_summary(
         figures, coverage, results, report, run.clock, run.total_seconds, str(directory.export), predicted, peaks,
@@ -125,7 +129,7 @@ def export(run: Run, model: StreamedModel) -> ExportReport:
         run: Checked by `check_recipe`.
         model: As `open_model` returned it.
     """
-    report = run.export(model, measure_coverage(model, run.recipe))
+    report = write_export(run, model, measure_coverage(model, run.recipe))
     print(f"{run.directory.export}: {len(report.files)} file(s), {format_bytes(report.total_bytes)}")
     _print_engines(run.directory.export, _engines(run.directory.export))
     return report
@@ -187,8 +191,7 @@ def evaluate(run: Run, checkpoint: str | None, whole_model: bool, compare: bool)
     with ranks.first_alone():
         run.data.tokenize_evaluation(run.tokenizer(folder))
     if whole_model:
-        perplexities = whole_model_perplexity(folder, run.data.evaluation_tokens, run.device, run.dtype)
-        result = {name: Measured(value) for name, value in perplexities.items()}
+        result = measure_whole_model(run, folder)
     else:
         model = StreamedModel.from_checkpoint(opened, run.device, run.dtype)
         with ExitStack() as cleanup:
@@ -196,9 +199,9 @@ def evaluate(run: Run, checkpoint: str | None, whole_model: bool, compare: bool)
             if compare:
                 own_model = StreamedModel.from_checkpoint(open_checkpoint(own), run.device, run.dtype)
                 _check_vocabulary(model, own_model)
-                original, _ = run.original(own_model)
+                original, _ = measure_original(run, own_model)
                 cleanup.callback(original.close)
-            result = run.measure(model, original=original)
+            result = measure_weights(run, model, original=original)
     if ranks.is_first():
         for name, figures in result.items():
             print(f"{folder} {name}: perplexity {figures.perplexity:.3f}")
@@ -212,9 +215,7 @@ def evaluate(run: Run, checkpoint: str | None, whole_model: bool, compare: bool)
 
 def evaluate_tasks(run: Run, checkpoint: str | None, names: list[str]) -> dict[str, dict[str, float]]:
     """Tasks of lm-evaluation-harness on what `evaluate` has measured; one process does it."""
-    folder = run.directory.export if checkpoint is None else Path(checkpoint)
-    if checkpoint == "original":
-        folder = source.fetch(run.recipe.path, run.recipe.gguf_file, run.directory.source)
+    folder = _checkpoint_folder(run, checkpoint)
     results = tasks.evaluate_tasks(folder, names, run.device, run.dtype)
     for task, figures in results.items():
         print(f"{folder} {task}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from gsq_module.export import vllm
+from gsq_module.geometry import count_blocks, find_units
 from gsq_module.module import GSQModule
 from gsq_module.outer import check_outer, outer_parts
-from gsq_module.pipeline import count_blocks, find_units
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.tree import causal_lm_names
 from gsq_module.streaming.units import indivisible_linears, is_fused

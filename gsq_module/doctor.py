@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from rich import get_console
 
 from gsq_module.memory.allocator import apply_policy
-from gsq_module.memory.doctor import diagnose, render
+from gsq_module.memory.doctor import diagnose
+from gsq_module.memory.doctor_report import render
 
 RUN_DIR = "runs/gsq"
 """Default run directory of every command."""

@@ -98,7 +98,7 @@ def train_scales(
     began = time.perf_counter()
     device = model.device
     other = StreamedModel.from_checkpoint(model.checkpoint, device, model.dtype)
-    steps = settings.epochs * (data.train_samples // data.batch_size)
+    steps = settings.epochs * data.steps_per_epoch
     train, validation = (
         TokenRows(samples.tokens[part.start : part.stop], total, device)
         for part, total in zip(samples.fitted, samples.totals, strict=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+import gsq_module
 from gsq_module.streaming.checkpoint import INDEX_FILE, Checkpoint
 
 MODEL, DATA = "model (its files)", "data (its calibration rows)"
@@ -17,7 +18,37 @@ CONTENT_FIELDS = frozenset({MODEL, DATA})
 CHECKSUM = "sha256"
 """Beside the fields in the file: what a damaged one does not agree with."""
 
+FREE_FIELDS = (
+    "data.evaluation",
+    "data.forward_batch_size",
+    "data.microbatch_size",
+    "data.pin_memory",
+    "model.kernels",
+    "model.measure_initial",
+    "model.snapshot_every",
+    "model.store",
+    "model.targets",
+)
+"""Fields of `model` and `data` that may change when a run is resumed: they do not shape the result."""
+
 SAMPLES, SAMPLE_BYTES = 64, 4096
+
+
+def settings_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Everything of a resolved configuration that shapes the result, flat, and the version of this package."""
+    flat: dict[str, Any] = {"gsq_module": gsq_module.__version__}
+
+    def visit(prefix: str, value: Any) -> None:
+        if prefix in FREE_FIELDS:
+            return
+        if isinstance(value, dict):
+            for key, item in value.items():
+                visit(f"{prefix}.{key}" if prefix else key, item)
+        else:
+            flat[prefix] = value
+
+    visit("", {key: config[key] for key in ("seed_everything", "model", "data")})
+    return flat
 
 
 def as_text(fields: dict[str, Any]) -> str:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich import get_console
 
-from gsq_module import ranks, rehearsal
+from gsq_module import ranks, rehearsal, storage
 from gsq_module.atomic import write_atomically
 from gsq_module.coverage import check_geometry, serving_problems
 from gsq_module.memory.plan import CONTEXT_BYTES, MemoryPlan
 from gsq_module.memory.plan_report import as_dict, parse_bytes, remedies, render, verdict
 from gsq_module.memory.statistics import format_bytes
 from gsq_module.planning import plan_run, strategy_name
-from gsq_module.recipe_run import Run, raise_collected
+from gsq_module.problems import raise_collected
+from gsq_module.recipe_run import Run
 from gsq_module.rehearsal import Rehearsed
 from gsq_module.streaming import source
 from gsq_module.streaming.activations import available_host_bytes
@@ -41,11 +41,11 @@ def _free_bytes(device: torch.device) -> int:
     return free + CONTEXT_BYTES + torch.cuda.memory_reserved(device)
 
 
-def _model(run: Run) -> StreamedModel:
-    """The recipe's model without its weights."""
+def _model(run: Run, device: torch.device) -> StreamedModel:
+    """The recipe's model, with made-up weights in the place of its own."""
     folder = _config_folder(run)
     tree = meta_model(folder)
-    return StreamedModel(tree, SyntheticCheckpoint(folder, tree), torch.device("cpu"), run.dtype)
+    return StreamedModel(tree, SyntheticCheckpoint(folder, tree, device), device, run.dtype)
 
 
 def make_plan(run: Run, device: torch.device, free_bytes: int | None) -> MemoryPlan:
@@ -54,7 +54,7 @@ def make_plan(run: Run, device: torch.device, free_bytes: int | None) -> MemoryP
     Raises:
         ValueError: The model's geometry refuses the recipe; lists every problem.
     """
-    raise_collected(check_geometry(_model(run), run.recipe))
+    raise_collected(check_geometry(_model(run, torch.device("cpu")), run.recipe))
     return plan_run(
         _config_folder(run), run.recipe, run.data, device, free_bytes, run.trainer.world_size,
         strategy_name(run.trainer), run.reload_max_gib,
@@ -84,7 +84,7 @@ def plan(run: Run, memory: str | None, json_file: str | None) -> MemoryPlan:
     print(f"{format_bytes(free)} free: {verdict(made, free)[1]}")
     for remedy in remedies(made):
         print(f"  {remedy}")
-    model = _model(run)
+    model = _model(run, torch.device("cpu"))
     for note in (planned_path(model.model), *serving_problems(model, run.recipe)):
         if note is not None:
             print(note)
@@ -134,11 +134,9 @@ def rehearse(run: Run, json_file: str | None) -> list[Rehearsed]:
         run: Checked by `check_recipe`.
         json_file: Where to write the result, too.
     """
-    folder = _config_folder(run)
     free = _free_bytes(run.device) if run.device.type == "cuda" else None
     made = make_plan(run, run.device, free)
-    tree = meta_model(folder)
-    model = StreamedModel(tree, SyntheticCheckpoint(folder, tree, run.device), run.device, run.dtype)
+    model = _model(run, run.device)
     run.progress.begin_run(len(made.blocks) * len(run.recipe.units), 0)
     try:
         found = rehearsal.rehearse(
@@ -164,8 +162,7 @@ def _verdict(run: Run, plan: MemoryPlan, found: list[Rehearsed]) -> dict[str, An
     margins = [row.margin for row in found if row.margin is not None]
     if margins:
         lines.append(f"device: fits, with {format_bytes(min(margins))} left free at the tightest moment")
-    place = next(folder for folder in (run.directory.path, *run.directory.path.absolute().parents) if folder.is_dir())
-    disk_free = shutil.disk_usage(place).free
+    disk_free = storage.free_bytes(run.directory.path)
     checks = (
         ("disk under run_dir", plan.disk_bytes, disk_free, "--run_dir on a larger disk, or --model.store memory"),
         ("host memory", plan.host_bytes * ranks.processes_of_host(), available_host_bytes(), "--model.store disk"),

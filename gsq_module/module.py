@@ -19,16 +19,9 @@ from gsq_module.quantization.schedule import AnnealingSchedule
 from gsq_module.quantization.training_ops import squared_error
 from gsq_module.settings import FinalPass, Refinement
 from gsq_module.streaming.activations import Location
+from gsq_module.unit_targets import Prepare, cached_targets
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
-
-Prepare = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
-"""A loader's microbatch -> inputs and targets `[batch, seq_len, hidden_size]` and, where they differ, token weights."""
-
-
-def cached_targets(microbatch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Where inputs and targets lie in stores, a microbatch is what is wanted of it."""
-    return microbatch
 
 
 @dataclass

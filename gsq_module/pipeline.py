@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gsq_module import ranks
 from gsq_module.capture import BlockPasses, head_hessian, record_calls
 from gsq_module.data.samples import Samples
+from gsq_module.geometry import count_blocks, count_stores, export_dtype, find_units, hidden_bytes, store_dtype
 from gsq_module.memory.stages import StageClock
 from gsq_module.module import GSQModule, UnitProblem
 from gsq_module.outer import OuterQuantizer
@@ -27,7 +28,7 @@ from gsq_module.snapshots import Snapshots
 from gsq_module.streaming.activations import Stores, UnitSamples, choose_location, free_device_bytes
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.staging import Staging
-from gsq_module.streaming.units import Unit, find_unit
+from gsq_module.streaming.units import Unit
 from gsq_module.unit_shards import UnitResult, UnitShards
 
 Refine = Callable[[UnitProblem, UnitSamples, UnitSamples], Outcome]
@@ -286,37 +287,3 @@ class _BlockStep:
         for path, linear in unit.linears.items():
             linear.weight.copy_(weights[unit.full_name(path)].to(linear.weight.device).dequantize())
             linear.weight.grad = None
-
-
-def store_dtype(model: StreamedModel) -> torch.dtype:
-    """Of stored hidden states: the checkpoint's where blocks are computed in a higher precision (float32 on a CPU)."""
-    return model.checkpoint.dtype() if model.dtype == torch.float32 else model.dtype
-
-
-def hidden_bytes(model: StreamedModel, tokens: int) -> int:
-    """Bytes of the stored hidden states of so many tokens."""
-    return tokens * model.hidden_size * (torch.finfo(store_dtype(model)).bits // 8)
-
-
-def count_stores(recipe: GSQModule, target: str) -> int:
-    """Stores of hidden states that the loop has open at once, at most."""
-    count = 3 if recipe.targets == "cached" else 2
-    if target == "original_stream":
-        # The last unit's goal is the original stream after the block; each unit before it needs one of its own.
-        count += len(recipe.units)
-    return count
-
-
-def count_blocks(model: StreamedModel, recipe: GSQModule) -> int:
-    """How many blocks the recipe quantizes."""
-    return min(recipe.num_blocks or model.num_blocks, model.num_blocks)
-
-
-def find_units(model: StreamedModel, index: int, recipe: GSQModule) -> list[Unit]:
-    """The units of a block that the recipe quantizes, in its order."""
-    return [find_unit(model.blocks[index], model.block_name(index), kind, recipe.ignore) for kind in recipe.units]
-
-
-def export_dtype(model: StreamedModel) -> torch.dtype:
-    """Dtype of the scales: the checkpoint's own, so that hard weights are what consumers compute."""
-    return model.checkpoint.dtype()

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gsq_module.data.module import CalibrationData
+from gsq_module.geometry import count_blocks, find_units
 from gsq_module.memory.allocator import setting_in_force
 from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.sizes import BlockShape, Job, OuterShape, UnitShape
 from gsq_module.memory.working_set import WorkingSet
 from gsq_module.module import DTYPES, GSQModule
 from gsq_module.outer import outer_parts
-from gsq_module.pipeline import count_blocks, find_units
 from gsq_module.quantization.training_ops import accumulating_in_place, squared_error
 from gsq_module.streaming.activations import choose_location
 from gsq_module.streaming.calls import BlockCall

@@ -156,7 +156,7 @@ class UnitRefiner:
         loop = self.trainer.fit_loop
         loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
         loop.epoch_loop._batches_that_stepped = step
-        epochs = step // (self.data.train_samples // self.data.batch_size)
+        epochs = step // self.data.steps_per_epoch
         for count in ("ready", "started", "processed", "completed"):
             setattr(loop.epoch_progress.current, count, epochs)
 

@@ -106,7 +106,7 @@ def rehearse(
     # Of each rank: a batch of every size that the real run has
     rank, world_size = ranks.rank(), ranks.world_size()
     batches = max(2, TRAIN_TOKENS // (data.batch_size * job.seq_len))
-    batches = min(STEPS, batches, data.train_samples // data.batch_size)
+    batches = min(STEPS, batches, data.steps_per_epoch)
     sizes = (max(batches * data.batch_size, job.forward_batch * world_size), 2 * job.microbatch, 2 * job.forward_batch)
     train, validation, gptq = (text(rows, job.seq_len) for rows in (sizes[0], *(n * world_size for n in sizes[1:])))
     samples = Samples.of(train, validation, gptq, data.batch_size, rank, world_size)
@@ -165,7 +165,7 @@ def _summarize(
     watch: RehearsalTimes, plan: MemoryPlan, recipe: GSQModule, data: CalibrationData, rows: int, evaluation: Evaluation
 ) -> list[Rehearsed]:
     job = plan.job
-    steps = recipe.refinement.epochs * (data.train_samples // data.batch_size)
+    steps = recipe.refinement.epochs * data.steps_per_epoch
     # The initial codes alone are a pass of their own, on the quantized stream.
     passes = 2 if recipe.measure_initial and recipe.refinement.epochs else 1
     found = []

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gsq_module.coverage import measure_coverage
+from gsq_module.geometry import count_stores, export_dtype, hidden_bytes
 from gsq_module.outer import outer_parts
-from gsq_module.pipeline import count_stores, export_dtype, hidden_bytes
 from gsq_module.recipe_run import Run
 from gsq_module.storage import StorageError, existing, free_bytes, gigabytes
 from gsq_module.streaming.activations import choose_location, free_device_bytes

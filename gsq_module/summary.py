@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gsq_module.coverage import Coverage
-from gsq_module.export.writer import ExportReport
+from gsq_module.export.report import ExportReport
 from gsq_module.final_pass import TunedScales
 from gsq_module.measures import Measured
 from gsq_module.memory.stages import StageClock

@@ -18,7 +18,7 @@ from gsq_module import fingerprint
 from gsq_module.export.folder import MARKER_FILE
 from gsq_module.export.packing import unpack_codes
 from gsq_module.export.reader import CONFIG_FILE, match_schemes, open_checkpoint, stored_quantization
-from gsq_module.export.writer import CHECKSUMS, folder_checksums, report_checksum
+from gsq_module.export.report import CHECKSUMS, folder_checksums, report_checksum
 from gsq_module.quantization.grid import GRIDS, Grid
 from gsq_module.run_directory import RunDirectory
 from gsq_module.streaming.checkpoint import INDEX_FILE

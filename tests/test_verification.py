@@ -14,7 +14,8 @@ from toy_models import family, save
 
 from gsq_module.cli import main
 from gsq_module.export.folder import MARKER_FILE
-from gsq_module.export.writer import CHECKSUMS, export_checkpoint, folder_checksums, report_checksum
+from gsq_module.export.report import CHECKSUMS, folder_checksums, report_checksum
+from gsq_module.export.writer import export_checkpoint
 from gsq_module.fingerprint import as_text
 from gsq_module.quantization.grid import GRIDS, QuantizedWeight
 from gsq_module.quantization.scales import round_to_nearest

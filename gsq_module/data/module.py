@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from gsq_module import ranks
+from gsq_module.data.loader import MicrobatchLoader, UnitData
 from gsq_module.data.packing import pack
 from gsq_module.data.sampler import MicrobatchSampler
 from gsq_module.data.sources import TextSource
+from gsq_module.problems import raise_collected
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,37 +28,6 @@ _EVALUATION_SEED = 0
 
 _FORWARD_TOKENS = 4096
 """Tokens that pass through a block at once where nothing else is asked for."""
-
-
-class UnitData(Protocol):
-    """What the loaders of one fit read. It brings microbatches to the device itself (streaming/staging.py)."""
-
-    def __len__(self) -> int:
-        """Samples, those of all ranks together."""
-
-    def batches(self, indices: Iterable[list[int]]) -> Iterator[tuple[Tensor, ...]]:
-        """A microbatch for each list of indices among this rank's samples: tensors whose first dimension these are."""
-
-
-class MicrobatchLoader:
-    """What Lightning iterates over in the place of a DataLoader.
-
-    Args:
-        data: The samples.
-        order: Their order, and which of them are taken together.
-    """
-
-    def __init__(self, data: UnitData, order: MicrobatchSampler) -> None:
-        # Not named `sampler`: what has one is taken for a DataLoader by Lightning.
-        self.data, self.order = data, order
-
-    def __len__(self) -> int:
-        """Microbatches."""
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        # A generator, as the sampler is: an iterator that nobody reads does not count as an epoch.
-        yield from self.data.batches(self.order)
 
 
 class CalibrationData(LightningDataModule):
@@ -161,7 +132,7 @@ class CalibrationData(LightningDataModule):
                 f"data.batch_size: {self.batch_size} is not a multiple of data.microbatch_size={self.microbatch_size}; "
                 f"microbatch_size could be {_one_of(_divisors(self.batch_size))}"
             )
-        _raise(problems)
+        raise_collected(problems)
 
     def check_ranks(self, world_size: int) -> list[str]:
         """What keeps the samples from being shared by so many devices; empty where nothing does."""
@@ -191,7 +162,7 @@ class CalibrationData(LightningDataModule):
             self.tokenize_evaluation(tokenizer)
         except ValueError as error:
             problems.append(str(error))
-        _raise(problems)
+        raise_collected(problems)
 
     def tokenize_evaluation(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Read the evaluation texts alone and fill `evaluation_tokens`.
@@ -210,7 +181,7 @@ class CalibrationData(LightningDataModule):
                 self.evaluation_tokens[name] = _rows(
                     source, tokenizer, self.evaluation_seq_len, self.evaluation_samples, _EVALUATION_SEED
                 )
-        _raise(problems)
+        raise_collected(problems)
 
     def _tokenize_calibration(self, tokenizer: PreTrainedTokenizerBase) -> None:
         total = self.validation_samples + self.gptq_samples + self.train_samples
@@ -222,6 +193,11 @@ class CalibrationData(LightningDataModule):
         others = others[torch.from_numpy(np.random.default_rng(self.seed).permutation(len(others)))]
         self.gptq = others[: self.gptq_samples]
         self.train = others[self.gptq_samples :]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch; samples that fill no batch are left out of it."""
+        return self.train_samples // self.batch_size
 
     def accumulate_grad_batches(self, world_size: int) -> int:
         """Microbatches a device accumulates in one optimizer step.
@@ -312,8 +288,3 @@ def _noting(problems: list[str], key: str) -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         problems.append(f"{key}: {error}")
-
-
-def _raise(problems: list[str]) -> None:
-    if problems:
-        raise ValueError("\n".join(problems))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -18,38 +17,13 @@ from torch import Tensor
 from gsq_module.export.folder import MARKER_FILE, check_destination, replaced_folder
 from gsq_module.export.packing import OuterPart, pack, quantization_config
 from gsq_module.export.reader import CONFIG_FILE, stored_quantization
-from gsq_module.fingerprint import file_checksum
+from gsq_module.export.report import CHECKSUMS, ExportReport, as_text, folder_checksums, report_checksum
 from gsq_module.quantization.grid import Grid, QuantizedWeight
 from gsq_module.storage import StorageError, free_bytes, gigabytes, storing
 from gsq_module.streaming.checkpoint import INDEX_FILE, Checkpoint
 
 COMPANION_SUFFIXES = {".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".md"}
-CHECKSUMS = "sha256"
-"""Key of the files' checksums in `gsq_export.json`."""
 COMPANION_STEMS = ("LICENSE", "NOTICE", "USE_POLICY", "README")
-
-
-@dataclass(frozen=True)
-class ExportReport:
-    """What an export holds; `gsq_export.json` beside it says the same.
-
-    Attributes:
-        files: Names of the weight shards.
-        total_bytes: Bytes of all tensors, as the index says (file headers and tokenizer not counted).
-        packed_bytes: Bytes of the `weight_packed` tensors alone.
-        quantized_parameters: Weights stored as codes.
-        float_parameters: Elements of all other tensors of the model, tied ones once.
-        bits_per_weight: Bits a quantized weight takes, its share of the scales included.
-        average_bits: Bits a parameter takes, over the whole model.
-    """
-
-    files: list[str]
-    total_bytes: int
-    packed_bytes: int
-    quantized_parameters: int
-    float_parameters: int
-    bits_per_weight: float
-    average_bits: float
 
 
 def export_checkpoint(
@@ -124,27 +98,11 @@ def export_checkpoint(
             shutil.copyfile(path, copy)
         index = {"metadata": {"total_size": report.total_bytes}, "weight_map": weight_map}
         for name, content in ((INDEX_FILE, index), (CONFIG_FILE, config)):
-            (folder / name).write_text(_as_text(content), encoding="utf-8")
+            (folder / name).write_text(as_text(content), encoding="utf-8")
         about = asdict(report) | {"grid": grid.name, CHECKSUMS: folder_checksums(folder)}
         about[CHECKSUMS][MARKER_FILE] = report_checksum(about)
-        (folder / MARKER_FILE).write_text(_as_text(about), encoding="utf-8")
+        (folder / MARKER_FILE).write_text(as_text(about), encoding="utf-8")
     return report
-
-
-def folder_checksums(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file of an export by its name, but for the report that they are kept in."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MARKER_FILE)
-    return {path.relative_to(folder).as_posix(): file_checksum(path) for path in files}
-
-
-def report_checksum(about: Mapping[str, Any]) -> str:
-    """Of what `gsq_export.json` says, itself left out."""
-    others = {name: checksum for name, checksum in about[CHECKSUMS].items() if name != MARKER_FILE}
-    return hashlib.sha256(_as_text({**about, CHECKSUMS: others}).encode()).hexdigest()
-
-
-def _as_text(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 @dataclass

@@ -53,11 +53,6 @@ class Grid:
         """Whether one sign of the scale reaches further than the other, so that a scale search must try both."""
         return self.low != -self.high
 
-    @property
-    def bits_of_information(self) -> float:
-        """log2 of the number of levels: 1, 1.58, 2, 3, 4."""
-        return float(torch.tensor(float(self.num_levels)).log2())
-
     def nearest(self, values: Tensor) -> Tensor:
         """Nearest code of `values = weight / scale`.
 

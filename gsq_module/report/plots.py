@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from io import BytesIO
+from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -12,10 +13,10 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from gsq_module.memory.statistics import GIB
 from gsq_module.report.record import Record
 
 BEFORE, AFTER, PREDICTED, MEASURED = "#9aa5b1", "#1f6fb4", "#c9d6e3", "#1f6fb4"
-GIB = 2**30
 
 
 def png(figure: Figure) -> bytes:
@@ -27,12 +28,8 @@ def png(figure: Figure) -> bytes:
 
 def errors(record: Record) -> Figure | None:
     """Relative error of each unit before and after refinement, by block."""
-    kinds = _kinds(record)
-    if not kinds:
-        return None
-    figure, axes = _panels(len(kinds))
-    for ax, kind in zip(axes, kinds, strict=True):
-        units = [unit for unit in record.summary["units"] if unit["unit"] == kind]
+    figure, panels = _panels_by_kind(record)
+    for ax, kind, units in panels:
         blocks = [unit["block"] for unit in units]
         before, after = ([unit[key] for unit in units] for key in ("initial_error", "refined_error"))
         ax.plot(blocks, before, "o--", color=BEFORE, label="initial codes", markersize=4)
@@ -51,12 +48,8 @@ def errors(record: Record) -> Figure | None:
 
 def codes_changed(record: Record) -> Figure | None:
     """Share of each unit's codes that refinement has changed, by block."""
-    kinds = _kinds(record)
-    if not kinds:
-        return None
-    figure, axes = _panels(len(kinds))
-    for ax, kind in zip(axes, kinds, strict=True):
-        units = [unit for unit in record.summary["units"] if unit["unit"] == kind]
+    figure, panels = _panels_by_kind(record)
+    for ax, kind, units in panels:
         ax.bar([unit["block"] for unit in units], [unit["codes_changed"] for unit in units], color=AFTER)
         ax.yaxis.set_major_formatter(PercentFormatter(1.0))
         _label(ax, kind, "block", "codes changed")
@@ -141,8 +134,15 @@ def seconds_by_stage(record: Record) -> Figure | None:
     return figure
 
 
-def _kinds(record: Record) -> list[str]:
-    return list(dict.fromkeys(unit["unit"] for unit in record.summary["units"]))
+def _panels_by_kind(record: Record) -> tuple[Figure | None, list[tuple[Axes, str, list[dict[str, Any]]]]]:
+    """A panel for each kind of unit, with its units; no figure where there are none."""
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for unit in record.summary["units"]:
+        by_kind.setdefault(unit["unit"], []).append(unit)
+    if not by_kind:
+        return None, []
+    figure, axes = _panels(len(by_kind))
+    return figure, [(ax, kind, units) for ax, (kind, units) in zip(axes, by_kind.items(), strict=True)]
 
 
 def _panels(count: int, height: float = 3.2) -> tuple[Figure, Sequence[Axes]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from gsq_module import recipe_run
+from gsq_module.streaming.module_weights import ModuleWeights
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ class TestWithTheModelsGeometry:
         def loaded(*args, **kwargs) -> None:
             raise AssertionError("weights were loaded")
 
-        monkeypatch.setattr(recipe_run.StreamedModel, "_load", loaded)
+        monkeypatch.setattr(ModuleWeights, "load", loaded)
 
     def refused(self, outcome) -> str:
         assert outcome.status == 2

@@ -14,10 +14,10 @@ from toy_models import ToyModel, family, open_streamed, save
 
 from gsq_module import planning
 from gsq_module.data import CalibrationData, TextFiles
+from gsq_module.geometry import find_units
 from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.working_set import WorkingSet
 from gsq_module.module import GSQModule
-from gsq_module.pipeline import find_units
 from gsq_module.planning import plan_run
 from gsq_module.quantization.training_ops import accumulating_in_place, squared_error
 from gsq_module.streaming.units import Branch, catch, trace_units

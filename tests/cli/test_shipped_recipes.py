@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gsq_module.cli import FREE_FIELDS
+from gsq_module.fingerprint import FREE_FIELDS
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 
 from gsq_module.export import writer
 from gsq_module.export.reader import PackedCheckpoint, open_checkpoint
-from gsq_module.export.writer import ExportReport, export_checkpoint
+from gsq_module.export.report import ExportReport
+from gsq_module.export.writer import export_checkpoint
 from gsq_module.quantization.grid import GRIDS, Grid, QuantizedWeight
 from gsq_module.storage import StorageError
 from gsq_module.streaming.checkpoint import INDEX_FILE, Checkpoint

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from gsq_module.memory import doctor
 from gsq_module.memory.allocator_setting import AllocatorSetting
+from gsq_module.memory.doctor_report import find_warnings, render
 
 GIB = 2**30
 MIB = 2**20
@@ -28,7 +29,7 @@ ON_WSL = AllocatorSetting("expandable_segments:True", "set by the user as PYTORC
 
 def text_of(report):
     console = Console(file=io.StringIO(), width=300)
-    console.print(doctor.render(report))
+    console.print(render(report))
     return console.file.getvalue()
 
 
@@ -86,7 +87,7 @@ def test_it_answers_here_and_is_json(tmp_path):
 def test_no_value_is_cut_short_in_a_narrow_log(tmp_path):
     report = doctor.diagnose(tmp_path / ("x" * 60) / ("y" * 60))
     console = Console(file=io.StringIO(), width=80)
-    console.print(doctor.render(report))
+    console.print(render(report))
     text = console.file.getvalue()
     assert "…" not in text
     assert text.count("x") >= 60
@@ -135,7 +136,7 @@ def test_without_nvidia_smi_torch_is_asked(gpu, monkeypatch, tmp_path):
     assert found["used_by_others_bytes"].startswith("unavailable (nvidia-smi does not know this GPU")
     assert found["processes"].startswith("unavailable (FileNotFoundError: ")
     assert report["driver"]["gpus_seen"] == found["processes"]
-    assert doctor.find_warnings(report) == report["warnings"]
+    assert find_warnings(report) == report["warnings"]
 
 
 @pytest.mark.parametrize("out", ["", "garbage\n", f"GPU-{UUID}, [N/A], [N/A], 580.65.06\n"])
@@ -236,11 +237,11 @@ class TestWarnings:
         report = doctor.diagnose(tmp_path)
         report["versions"]["triton"] = "3.6.0"
         report["disk"]["shm_total_bytes"] = GIB
-        assert doctor.find_warnings(report) == []
+        assert find_warnings(report) == []
         return copy.deepcopy(report)
 
     def only(self, report):
-        (warning,) = doctor.find_warnings(report)
+        (warning,) = find_warnings(report)
         return warning
 
     def test_memory_that_others_hold(self, sound):
@@ -260,13 +261,13 @@ class TestWarnings:
         sound["versions"]["triton"] = "not installed"
         assert "triton" in self.only(sound)
         sound["gpus"], sound["driver"]["gpus_seen"] = "unavailable (none)", 0
-        assert doctor.find_warnings(sound) == []
+        assert find_warnings(sound) == []
 
     def test_expandable_segments_under_wsl2_by_the_users_own_setting(self, sound):
         sound["allocator"] |= {"wsl": True, "expandable_segments": True, "origin": ON_WSL.origin}
         assert "set by the user as PYTORCH_ALLOC_CONF" in self.only(sound)
         sound["allocator"]["expandable_segments"] = False
-        assert doctor.find_warnings(sound) == []
+        assert find_warnings(sound) == []
 
     def test_pinning_that_fails(self, sound):
         sound["pinned_memory"]["pinning_256_mib"] = "unavailable (RuntimeError: CUDA error: invalid argument)"

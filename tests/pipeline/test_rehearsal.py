@@ -104,7 +104,7 @@ def test_the_file(rehearsed):
 
 
 def test_what_the_disk_has_no_room_for_does_not_fit(hybrid, tmp_path, monkeypatch):
-    monkeypatch.setattr("gsq_module.forecasts.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     run(hybrid, tmp_path, f"--json={tmp_path / 'found.json'}", "--model.store=memory", command="rehearse")
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["fits"] is False
