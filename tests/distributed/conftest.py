@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -49,23 +51,35 @@ def recipe(tmp_path_factory):
     return write_recipe(folder, checkpoint)
 
 
+def started(
+    recipe: Path,
+    run_dir: Path,
+    *options: str,
+    command: str = "fit",
+    starter: Sequence[str] = (sys.executable,),
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.Popen[str]:
+    """A process of a run, or what starts several; `starter` is what runs a Python file."""
+    arguments = [command, f"--config={recipe}", f"--run_dir={run_dir}", "--data.batch_size=12"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{FOLDER}"}
+    return subprocess.Popen(
+        [*starter, str(ROOT / "recipes" / "run.py"), *arguments, "--model.dtype=float64", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment | variables,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+
+
 @pytest.fixture(scope="session")
 def launch(recipe):
     """Run a command to its end, all its processes included."""
 
     def launch(run_dir: Path, *options: str, command: str = "fit") -> Ended:
-        arguments = [command, f"--config={recipe}", f"--run_dir={run_dir}", "--data.batch_size=12"]
-        environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{FOLDER}"}
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "recipes" / "run.py"), *arguments, "--model.dtype=float64", *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-            cwd=ROOT,
-            start_new_session=True,
-        )
+        process = started(recipe, run_dir, *options, command=command)
         try:
             # The pipe closes when the last process of the run has ended, not the first.
             output, _ = process.communicate(timeout=LIMIT)
