@@ -13,14 +13,12 @@ from torch import Tensor
 from gsq_module import ranks
 from gsq_module.data.samples import even_share, range_slice
 from gsq_module.export.loading import load_whole
-from gsq_module.measures import Measured, Meter
+from gsq_module.measures import Measured, Predictions
+from gsq_module.memory.sizes import HEAD_TOKENS, HEAD_WEIGHTS
 from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.streaming.activations import ActivationStore, Location, batches, choose_location, free_device_bytes
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.streaming.staging import Staging
-
-HEAD_TOKENS = 128
-"""Positions whose logits are computed at once: with a vocabulary of 250,000, an eighth of a gigabyte in float32."""
 
 
 @dataclass
@@ -123,26 +121,30 @@ def measure(states: HiddenStates, original: HiddenStates | None = None) -> dict[
         states: Of the model that is measured.
         original: Of the model it is compared with, on the same texts; None leaves the comparison out.
     """
-    result = {}
-    with _heads(states, original) as (head, original_head):
-        for name, tokens in states.texts.items():
-            meter = Meter(states.model.device, compares=original is not None, of_all_ranks=True)
-            there = [states.staging.read([states.stores[name].data], batches(len(tokens), 1))]
-            if original is not None:
-                there.append(original.staging.read([original.stores[name].data], batches(len(tokens), 1)))
-            for (rows, (hidden,)), *others in zip(*there, strict=True):
-                targets = tokens[rows, 1:].to(states.model.device, non_blocking=True)
-                for part in batches(targets.shape[1], HEAD_TOKENS):
-                    compared = [original_head(others[0][1][0][:, part])] if others else []
-                    meter.update(head(hidden[:, part]), targets[:, part], *compared)
-            result[name] = meter.compute()
-    return result
+    device = states.model.device
+    predictions = {
+        name: Predictions((len(tokens), tokens.shape[1] - 1), device, original is not None)
+        for name, tokens in states.texts.items()
+    }
+    for part in states.model.head_parts(HEAD_WEIGHTS):
+        with _heads(states, original, part) as (head, original_head):
+            for name, tokens in states.texts.items():
+                there = [states.staging.read([states.stores[name].data], batches(len(tokens), 1))]
+                if original is not None:
+                    there.append(original.staging.read([original.stores[name].data], batches(len(tokens), 1)))
+                for (rows, (hidden,)), *others in zip(*there, strict=True):
+                    targets = tokens[rows, 1:].to(device, non_blocking=True)
+                    for some in batches(targets.shape[1], HEAD_TOKENS):
+                        compared = original_head(others[0][1][0][:, some]) if others else None
+                        logits = head(hidden[:, some])
+                        predictions[name].update((rows, some), logits, targets[:, some], compared, part.start)
+    return {name: found.measured(of_all_ranks=True) for name, found in predictions.items()}
 
 
 @contextmanager
-def _heads(states: HiddenStates, original: HiddenStates | None):
-    """The head of each model; the weights of one where both have the same."""
-    with states.model.head(states.quantized) as head:
+def _heads(states: HiddenStates, original: HiddenStates | None, part: slice):
+    """Some rows of the head of each model; the weights of one where both have the same."""
+    with states.model.head(states.quantized, part) as head:
         if original is None:
             yield head, head
             return
@@ -153,7 +155,7 @@ def _heads(states: HiddenStates, original: HiddenStates | None):
                 return
             # Two heads at once need two module trees.
             other = StreamedModel.from_checkpoint(other.checkpoint, other.device, other.dtype)
-        with other.head(original.quantized) as original_head:
+        with other.head(original.quantized, part) as original_head:
             yield head, original_head
 
 
@@ -181,9 +183,10 @@ def whole_model_perplexity(
     model = load_whole(directory, dtype, device)
     result = {}
     for name, tokens in texts.items():
-        meter = Meter(device)
-        for sample in range(len(tokens)):
-            row = tokens[sample : sample + 1].to(device)
-            meter.update(model(input_ids=row, use_cache=False).logits[:, :-1].float(), row[:, 1:])
-        result[name] = meter.compute().perplexity
+        predictions = Predictions((len(tokens), tokens.shape[1] - 1), device)
+        for rows in batches(len(tokens), 1):
+            row = tokens[rows].to(device)
+            logits = model(input_ids=row, use_cache=False).logits[:, :-1].float()
+            predictions.update((rows, slice(None)), logits, row[:, 1:])
+        result[name] = predictions.measured().perplexity
     return result

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 import torchmetrics
-import torchmetrics.text
 from torch import Tensor
+
+Where = tuple[slice, slice]
 
 
 @dataclass(frozen=True)
@@ -26,45 +27,91 @@ class Measured:
     top1_agreement: float | None = None
 
 
-class Meter:
-    """torchmetrics' figures of one model on one text, fed with logits part by part.
+class Predictions:
+    """What a model predicts at each position of a text, and the original model beside it, taken in by parts.
+
+    Parts are positions, and tokens of the vocabulary: of a large one neither the head nor its logits need be whole on
+    the device. A softmax is summed as it comes, with the highest logit so far taken out.
 
     Args:
+        shape: Samples and positions of the text.
         device: Where the logits are.
         compares: Whether the original model's logits come too.
-        of_all_ranks: Whether `compute`, which all ranks then call, is of the predictions of all of them.
     """
 
-    def __init__(self, device: torch.device, compares: bool = False, of_all_ranks: bool = False) -> None:
-        sync = {"sync_on_compute": of_all_ranks}
-        self._perplexity = torchmetrics.text.Perplexity(**sync).to(device)  # type: ignore[arg-type]
-        self._divergence = self._agreement = None
-        if compares:
-            self._divergence = torchmetrics.KLDivergence(log_prob=True, **sync).to(device)  # type: ignore[arg-type]
-            self._agreement = torchmetrics.MeanMetric(nan_strategy="disable", **sync).to(device)
+    def __init__(self, shape: tuple[int, int], device: torch.device, compares: bool = False) -> None:
+        self._target = torch.zeros(shape, device=device)
+        self._own = _RunningSoftmax(shape, device)
+        self._original = _RunningSoftmax(shape, device) if compares else None
+        self._divergence = torch.zeros(shape, device=device)
+        """Sum over the tokens of exp(original - its highest) x (original - own logit)."""
 
-    def update(self, logits: Tensor, targets: Tensor, original: Tensor | None = None) -> None:
-        """Add predictions.
+    def update(self, where: Where, logits: Tensor, targets: Tensor, original: Tensor | None = None, first: int = 0):
+        """Add logits of consecutive tokens.
 
         Args:
-            logits: float32 `[batch, length, vocabulary]`. Overwritten where it is compared.
-            targets: int64 `[batch, length]`, the token that follows each position.
-            original: The original model's logits, likewise.
+            where: Samples and positions.
+            logits: float32 `[samples, positions, tokens]`.
+            targets: int64 `[samples, positions]`, the token that follows each position.
+            original: The original model's logits, likewise; overwritten.
+            first: Number of the first token.
         """
-        self._perplexity.update(logits, targets)
+        places = targets - first
+        within = (places >= 0) & (places < logits.shape[-1])
+        found = logits.gather(-1, places.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+        self._target[where] = torch.where(within, found, self._target[where])
+        self._own.update(where, logits, first)
         if original is not None:
-            assert self._divergence is not None
-            assert self._agreement is not None
-            self._agreement.update(logits.argmax(-1) == original.argmax(-1))
-            self._divergence.update(*(_log_softmax_(part).flatten(0, 1) for part in (original, logits)))
+            assert self._original is not None
+            weights, shrunk = self._original.update(where, original, first)
+            divergence = weights.mul_(original.sub_(logits)).sum(-1)
+            self._divergence[where] = self._divergence[where] * shrunk + divergence
 
-    def compute(self) -> Measured:
-        perplexity = float(self._perplexity.compute())
-        if self._divergence is None or self._agreement is None:
-            return Measured(perplexity)
-        return Measured(perplexity, float(self._divergence.compute()), float(self._agreement.compute()))
+    def measured(self, of_all_ranks: bool = False) -> Measured:
+        """Figures over all positions.
+
+        Args:
+            of_all_ranks: Whether they are of the positions of all ranks, which then all call it.
+        """
+
+        def mean(values: Tensor) -> float:
+            metric = torchmetrics.MeanMetric(nan_strategy="disable", sync_on_compute=of_all_ranks).to(values.device)
+            metric.update(values)
+            return float(metric.compute())
+
+        own, original = self._own, self._original
+        loss = torch.tensor(mean(own.logsumexp() - self._target))
+        if original is None:
+            return Measured(float(loss.exp()))
+        divergence = self._divergence / original.total - original.logsumexp() + own.logsumexp()
+        return Measured(float(loss.exp()), mean(divergence), mean((own.token == original.token).float()))
 
 
-def _log_softmax_(logits: Tensor) -> Tensor:
-    """In place: with a large vocabulary a copy would be hundreds of megabytes."""
-    return logits.sub_(logits.logsumexp(-1, keepdim=True))
+class _RunningSoftmax:
+    """Sums of exponentials over the tokens that have come so far.
+
+    Attributes:
+        highest: The highest logit `[samples, positions]`.
+        token: Its token.
+        total: Sum of exp(logit - highest).
+    """
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        self.highest = torch.full(shape, -torch.inf, device=device)
+        self.token = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.total = torch.zeros(shape, device=device)
+
+    def update(self, where: Where, logits: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Returns exp(logits - highest), and by what sums of earlier tokens have to be multiplied."""
+        high, token = logits.max(-1)
+        before = self.highest[where]
+        highest = torch.maximum(before, high)
+        weights = (logits - highest.unsqueeze(-1)).exp_()
+        shrunk = (before - highest).exp()
+        self.token[where] = torch.where(high > before, token + first, self.token[where])
+        self.total[where] = self.total[where] * shrunk + weights.sum(-1)
+        self.highest[where] = highest
+        return weights, shrunk
+
+    def logsumexp(self) -> Tensor:
+        return self.highest + self.total.log()

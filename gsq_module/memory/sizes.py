@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+HEAD_WEIGHTS = 2**28
+"""Weights of the head that are on the device at once while a model is measured: half a gigabyte in bf16."""
+HEAD_TOKENS = 256
+"""Positions whose logits are computed at once while a model is measured."""
 ROW_CHUNK_WEIGHTS = 2**25
 """Weights of an embedding or a head that a rank quantizes at once."""
 PLACED_ROWS = 8192

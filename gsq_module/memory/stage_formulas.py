@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gsq_module.memory.sizes import PLACED_ROWS, ROW_CHUNK_WEIGHTS, BlockShape, Job, OuterShape, UnitShape
+from gsq_module.memory.sizes import (
+    HEAD_TOKENS,
+    HEAD_WEIGHTS,
+    PLACED_ROWS,
+    ROW_CHUNK_WEIGHTS,
+    BlockShape,
+    Job,
+    OuterShape,
+    UnitShape,
+)
 
 MIB = 2**20
 
@@ -21,8 +30,6 @@ SETUP_CHUNKS, EAGER_CHUNKS = 4, 7
 ROW_CHUNK_BYTES = 15
 """What a weight of a row chunk of embedding or head takes at once: while it is rounded, in its own dtype and three
 times in float32. Measured on an H200: 14.0 with and without GPTQ, at 4 and 8 bits."""
-HEAD_TOKENS = 128
-"""Positions whose logits are computed at once (evaluation.HEAD_TOKENS)."""
 LOGIT_TOKENS = 512
 """Positions whose logits the final pass compares at once (scale_tuning.LOGIT_TOKENS)."""
 FLOAT32 = 4
@@ -87,14 +94,15 @@ class StageFormulas:
         largest = max(self.blocks, key=lambda kind: kind.nbytes + kind.forward)
         evaluation = job.evaluation_seq_len / job.seq_len
         tokens = min(HEAD_TOKENS, job.evaluation_seq_len)
-        heads = {"head": job.head_bytes}
+        rows = min(job.vocabulary, max(1, HEAD_WEIGHTS // job.hidden_size))
+        heads = {"head": job.head_bytes * rows // job.vocabulary}
         if any(part.kind == "head" or part.copies > 1 for part in job.outer):
-            heads["original head"] = job.head_bytes
+            heads["original head"] = heads["head"]
         pieces = [
             {"block": largest.nbytes, "working set": int(largest.forward * min(1.0, evaluation)), "hidden": 4 * hidden},
-            # in float32: log-probabilities of both models, and the divergence's three temporaries
-            heads | {"logits": 5 * FLOAT32 * tokens * job.vocabulary, "cuBLAS": CUBLAS_BYTES},
-            placed | {"head": job.head_bytes, "cuBLAS": CUBLAS_BYTES},
+            # in float32: logits of both models, and a temporary
+            heads | {"logits": 3 * FLOAT32 * tokens * rows, "cuBLAS": CUBLAS_BYTES},
+            heads | placed | {"cuBLAS": CUBLAS_BYTES},
             placed | {"embedding": job.vocabulary_bytes, "hidden states": 3 * hidden},
         ]
         stored = {"stores": self.evaluation_store_bytes if job.evaluation_store == "device" else 0}

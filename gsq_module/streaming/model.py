@@ -7,8 +7,9 @@ block, and the logits after the last one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -205,15 +206,27 @@ class StreamedModel:
             for rows in batches(len(tokens), batch_size):
                 into.write(rows, self._short_circuit.first_inputs(tokens[rows].to(self.device)))
 
+    def head_parts(self, weights: int) -> list[slice]:
+        """Ranges of the vocabulary whose rows of the head have at most so many weights."""
+        head = None if self.head_path is None else self.model.get_submodule(self.head_path)
+        if not isinstance(head, nn.Linear):
+            return [slice(0, self.embedding.num_embeddings)]
+        return list(batches(head.out_features, max(1, weights // head.in_features)))
+
     @contextmanager
-    def head(self, quantized: Mapping[str, QuantizedWeight] | None = None):
+    def head(self, quantized: Mapping[str, QuantizedWeight] | None = None, part: slice | None = None):
         """Yields a function from hidden states after the last block `[batch, length, hidden]` to float32 logits.
 
         Args:
             quantized: Hard weights by module path; that of the head stands in for the checkpoint's.
+            part: One of `head_parts`: the logits are those of these tokens alone. None for all.
         """
-        with self._around_blocks(head=True):
-            if self.head_path is not None:
+        some = None if part is None or [part] == self.head_parts(sys.maxsize) else part
+        with self._around_blocks(head=True, head_weight=some is None), ExitStack() as cleanup:
+            if some is not None:
+                assert self.head_path is not None
+                cleanup.enter_context(self._weights.some_rows(self.head_path, some, quantized or {}))
+            elif self.head_path is not None:
                 self._weights.place(self.head_path, quantized or {})
             yield self._short_circuit.logits
 

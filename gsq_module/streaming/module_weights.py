@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -96,15 +97,36 @@ class ModuleWeights:
                 if buffer is not None and not buffer.is_meta:
                     part._buffers[name] = torch.empty_like(buffer, device="meta")
 
+    @contextmanager
+    def some_rows(self, path: str, rows: slice, weights: Mapping[str, QuantizedWeight]) -> Iterator[None]:
+        """Inside, a linear layer has these rows of its weight and bias alone, and so as many outputs.
+
+        Args:
+            path: Of the linear.
+            rows: Consecutive rows.
+            weights: Hard weights by module path, as in `place`.
+        """
+        module = self.model.get_submodule(path)
+        whole = dict(module._parameters)
+        try:
+            for name, source in self._sources(path).items():
+                value = self.checkpoint.rows(source, rows.start, rows.stop).to(self.device, self.dtype)
+                module._parameters[name] = nn.Parameter(value, requires_grad=False)
+            self.place(path, weights, rows.start)
+            yield
+        finally:
+            module._parameters.update(whole)
+
     @torch.no_grad()
-    def place(self, path: str, weights: Mapping[str, QuantizedWeight]) -> None:
-        """Put hard weights into a loaded embedding or head, where there are any for it."""
+    def place(self, path: str, weights: Mapping[str, QuantizedWeight], first: int = 0) -> None:
+        """Put hard weights into a loaded embedding or head, where there are any for it; `first` is its first row."""
         name = self.shared.get(path, path)
         if name not in weights:
             return
         target, weight = self.model.get_submodule(path).weight, weights[name]
         for rows in batches(len(target), PLACED_ROWS):
-            part = QuantizedWeight(weight.codes[rows], weight.scales[rows])
+            there = slice(first + rows.start, first + rows.stop)
+            part = QuantizedWeight(weight.codes[there], weight.scales[there])
             target[rows].copy_(part.to(self.device).dequantize())
 
     def _fill_buffers(self, module: nn.Module) -> None:

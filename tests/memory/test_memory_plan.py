@@ -148,8 +148,11 @@ class TestTerms:
         made = plan(reload=True)
         embed, evaluate, reload = (stage(made, name, None, None).terms for name in ("embed", "evaluate", "reload"))
         assert embed["embedding"] == 2 * GIB
-        assert evaluate["head"] == 2 * GIB
-        assert evaluate["logits"] == 256 * 248320 * 5 * 4  # of both models, and what their divergence takes
+        assert evaluate["embedding"] == 2 * GIB, "the way to the first block is the highest"
+        rows = 2**28 // HIDDEN  # of the head at once
+        heads = stage(plan(vocabulary_bytes=0, head_bytes=20 * GIB), "evaluate", None, None).terms
+        assert heads["head"] == 20 * GIB * rows // 248320
+        assert heads["logits"] == 256 * rows * 3 * 4  # of both models, and what their divergence takes
         assert reload["model"] == 50 * GIB
         assert reload["logits"] == SEQ_LEN * 248320 * 2 * 4
         small = plan(vocabulary_bytes=0, head_bytes=0, vocabulary=97)

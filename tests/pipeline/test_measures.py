@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from toy_models import family, save
@@ -10,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from gsq_module import evaluation
 from gsq_module.export.loading import load_whole
-from gsq_module.measures import Meter
+from gsq_module.measures import Predictions
 
 POSITIONS, VOCABULARY = 50, 300
 
@@ -22,15 +24,24 @@ def compared(logits, original):
     return float(divergence), float((log_p.argmax(-1) == log_q.argmax(-1)).double().mean())
 
 
-def test_a_meter_adds_up_parts():
+@pytest.mark.parametrize("tokens", [VOCABULARY, 77, 1])
+def test_parts_of_positions_and_of_the_vocabulary_add_up(tokens):
     generator = torch.Generator().manual_seed(0)
     original = 3 * torch.randn(2, POSITIONS, VOCABULARY, generator=generator)
     logits = original + torch.randn(original.shape, generator=generator)
     targets = torch.randint(VOCABULARY, (2, POSITIONS), generator=generator)
-    meter = Meter(torch.device("cpu"), compares=True)
-    for part in (slice(0, 7), slice(7, POSITIONS)):
-        meter.update(logits[:, part].clone(), targets[:, part], original[:, part].clone())
-    measured, (divergence, agreement) = meter.compute(), compared(logits, original)
+    predictions = Predictions((2, POSITIONS), torch.device("cpu"), compares=True)
+    for first in range(0, VOCABULARY, tokens):
+        some = slice(first, first + tokens)
+        for where in (
+            (slice(0, 2), slice(0, 7)),
+            (slice(0, 1), slice(7, POSITIONS)),
+            (slice(1, 2), slice(7, POSITIONS)),
+        ):
+            predictions.update(
+                where, logits[where][..., some].clone(), targets[where], original[where][..., some].clone(), first
+            )
+    measured, (divergence, agreement) = predictions.measured(), compared(logits, original)
     assert 0.2 < divergence < 2
     assert 0.1 < agreement < 0.9, "the toy would show nothing"
     assert measured.kl_divergence == pytest.approx(divergence, rel=1e-5)
@@ -40,16 +51,27 @@ def test_a_meter_adds_up_parts():
 
 
 def test_without_an_original_there_is_perplexity_alone():
-    meter = Meter(torch.device("cpu"))
-    meter.update(torch.zeros(1, 3, 8), torch.zeros(1, 3, dtype=torch.int64))
-    measured = meter.compute()
+    predictions = Predictions((1, 3), torch.device("cpu"))
+    predictions.update((slice(0, 1), slice(0, 3)), torch.zeros(1, 3, 8), torch.zeros(1, 3, dtype=torch.int64))
+    measured = predictions.measured()
     assert measured.perplexity == pytest.approx(8)
     assert measured.kl_divergence is measured.top1_agreement is None
+
+
+def test_logits_that_are_not_numbers_are_not_hidden():
+    predictions = Predictions((1, 2), torch.device("cpu"), compares=True)
+    logits = torch.zeros(1, 2, 8)
+    logits[0, 1, 3] = torch.nan
+    predictions.update((slice(0, 1), slice(0, 2)), logits, torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, 8))
+    measured = predictions.measured()
+    assert math.isnan(measured.perplexity)
+    assert math.isnan(measured.kl_divergence)
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
 def test_a_run_compares_with_its_original(store, llama, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "HEAD_TOKENS", 10)  # parts with a remainder
+    monkeypatch.setattr(evaluation, "HEAD_WEIGHTS", 5000)
     cli = run(llama, tmp_path / "run", f"--model.store={store}", "--reload_max_gib=0")
     summary = summary_of(tmp_path / "run")
     tokens = cli.datamodule.evaluation_tokens["held_out"]
@@ -78,6 +100,7 @@ def test_a_run_compares_with_its_original(store, llama, tmp_path, monkeypatch):
 def test_quantized_embedding_and_head_are_compared_with_the_float_ones(tied, tmp_path, monkeypatch):
     """As the whole models give it: the quantized head's logits beside those of the original's own."""
     monkeypatch.setattr(evaluation, "HEAD_TOKENS", 10)
+    monkeypatch.setattr(evaluation, "HEAD_WEIGHTS", 999)
     recipe = write_recipe(tmp_path, toy_checkpoint(tmp_path / "checkpoint", tie_word_embeddings=tied))
     options = ["--model.embedding_bits=4"] + ([] if tied else ["--model.head_bits=4"])
     cli = run(recipe, tmp_path / "run", *options, "--reload_max_gib=0")

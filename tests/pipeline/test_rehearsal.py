@@ -116,9 +116,9 @@ def test_the_head_is_quantized_and_evaluated_beside_the_originals(hybrid, tmp_pa
     loaded = []
     head = StreamedModel.head
 
-    def noted(model, quantized=None):
+    def noted(model, quantized=None, part=None):
         loaded.append((id(model), model.replaces_head(quantized)))
-        return head(model, quantized)
+        return head(model, quantized, part)
 
     monkeypatch.setattr(StreamedModel, "head", noted)
     cli = run(hybrid, tmp_path, "--model.head_bits=4", "--model.store=memory", command="rehearse")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from toy_models import CPU, FAMILIES, family, open_streamed, save, streamed_logits, tokens
 
+from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.streaming.checkpoint import Checkpoint
 from gsq_module.streaming.units import find_unit, trace_units
 
@@ -34,6 +35,30 @@ def test_streaming_equals_the_whole_forward_pass(name, tied, tmp_path):
     assert streamed.is_tied == tied
     torch.testing.assert_close(streamed_logits(streamed, rows, 2), whole_logits(model, rows), rtol=0, atol=1e-5)
     assert all(p.is_meta for p in streamed.model.parameters()), "weights stay behind after use"
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_5"])
+def test_parts_of_the_head_are_the_head(name, tied, tmp_path):
+    """What a model does with its logits (Gemma 2 caps them) is done to each part."""
+    save(family(name, tie_word_embeddings=tied), tmp_path)
+    streamed = open_streamed(tmp_path)
+    vocabulary, hidden = streamed.embedding.weight.shape
+    states = torch.randn(2, SEQ_LEN, hidden, generator=torch.Generator().manual_seed(0))
+    codes = torch.randint(-8, 8, (vocabulary, hidden), dtype=torch.int8)
+    hard = QuantizedWeight(codes, torch.rand(vocabulary, 2))
+    for quantized in ({}, {streamed.embedding_path if tied else streamed.head_path: hard}):
+        with streamed.head(quantized) as head:
+            whole = head(states)
+        parts = streamed.head_parts(20 * hidden)
+        assert len(parts) > 2
+        found = []
+        for part in parts:
+            with streamed.head(quantized, part) as head:
+                found.append(head(states))
+        torch.testing.assert_close(torch.cat(found, -1), whole, rtol=0, atol=1e-5)
+        assert all(p.is_meta for p in streamed.model.parameters()), "weights stay behind after use"
+        assert streamed.model.get_submodule(streamed.head_path).weight.shape == (vocabulary, hidden)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3"])
