@@ -1,12 +1,12 @@
-"""One run of benchmarks/peers.py, inside the peer's own environment: the weights that the peer makes of a checkpoint.
+"""One run of benchmarks/peers.py, in the peer's own environment: a checkpoint with the weights that the peer makes.
 
-Imports nothing of this repository, which that environment does not have. A peer is called as its documentation calls it,
-with its own defaults in all that the job does not fix.
+Imports nothing of this repository, which that environment does not have. A peer is called as its documentation calls
+it, with its own defaults in all that the job does not fix.
 
 The job is a JSON file: `peer`, one of PEERS; `model`, the folder of the checkpoint; `rows`, a safetensors file with the
-calibration tokens, int64 `[samples, seq_len]`; `out`, the folder to write; `linears` and `others`, module paths of the
-linears to quantize and of those to leave; `bits`, `group_size`, `dtype`, `seed`; `steps` and `batch_size`, for peers that
-train: optimizer steps of a block, sequences of each.
+calibration tokens, int64 `[samples, seq_len]`; `checkpoint` and `scratch`, folders to write; `result`, a JSON file to
+write; `linears` and `others`, module paths of the linears to quantize and of those to leave; `bits`, `group_size`,
+`dtype`, `seed`; `steps` and `batch_size`, for peers that train: optimizer steps of a block, sequences of each.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -53,7 +54,7 @@ def auto_round(job: Job, **options: Any) -> Weights:
         device_map=_device(),
         **options,
     )
-    folder = Path(job["out"]) / "fake"
+    folder = Path(job["scratch"]) / "fake"
     quantizer.quantize_and_save(str(folder), format="fake")
     tensors: Weights = {}
     for file in folder.rglob("*.safetensors"):
@@ -62,7 +63,7 @@ def auto_round(job: Job, **options: Any) -> Weights:
 
 
 def llmcompressor(job: Job) -> Weights:
-    """GPTQ of llm-compressor, its `actorder` static by default; scales by least squares, as 2 bits need."""
+    """GPTQ of llm-compressor; scales by squared error, since its default, by the largest weight, wastes 2 bits."""
     from compressed_tensors.quantization.lifecycle.forward import forward_quantize
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -96,17 +97,17 @@ def llmcompressor(job: Job) -> Weights:
 
 
 def gptqmodel(job: Job) -> Weights:
-    """GPTQ of GPTQModel, its columns in groups by activation, as by default; saved, and dequantized when loaded again."""
+    """GPTQ of GPTQModel, saved, loaded, dequantized; scales by squared error, for llm-compressor's reason."""
     # Of its own accord 7.6.0 takes one on machines with two cores, and then refuses to have fewer than two.
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
     rows = _rows(job)
-    dynamic = {f"-:^{re.escape(name)}$": {} for name in job["others"]}
-    config = QuantizeConfig(bits=job["bits"], group_size=job["group_size"], dynamic=dynamic)
+    dynamic: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in job["others"]}
+    config = QuantizeConfig(bits=job["bits"], group_size=job["group_size"], dynamic=dynamic, mse=2.0)
     model = GPTQModel.load(job["model"], config, device=_device(), dtype=getattr(torch, job["dtype"]))
     model.quantize([{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows], batch_size=1)
-    folder = str(Path(job["out"]) / "packed")
+    folder = str(Path(job["scratch"]) / "packed")
     model.save(folder)
     packed = GPTQModel.load(folder, device=_device(), backend=BACKEND.TORCH)
     result: Weights = {}
@@ -128,31 +129,49 @@ DISTRIBUTIONS = {"auto-round-alg-ext": "auto-round"}
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Quantize; write `weights.safetensors` (float32, by module path) into the job's folder.
+    """Quantize, and write the checkpoint.
 
     Returns:
         Version of the peer, seconds it took, and its peak memory in bytes.
     """
+    peer: str = job["peer"]
     began = time.perf_counter()
-    with torch.no_grad() if job["peer"] == "gptqmodel" else torch.enable_grad():
-        weights = PEERS[job["peer"]](job)
+    weights = PEERS[peer](job)
     seconds = time.perf_counter() - began
-    stored = {name: weight.detach().to("cpu", torch.float32).contiguous() for name, weight in weights.items()}
-    save_file(stored, Path(job["out"]) / "weights.safetensors")
+    write_checkpoint(Path(job["model"]), weights, Path(job["checkpoint"]))
     status = Path("/proc/self/status").read_text()
+    peak = re.search(r"VmHWM:\s+(\d+) kB", status)  # getrusage's begins with what the starting process had
+    assert peak is not None
     return {
-        "version": version(DISTRIBUTIONS.get(job["peer"], job["peer"])),
+        "version": version(DISTRIBUTIONS.get(peer, peer)),
         "seconds": seconds,
         "peak_device_bytes": torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0,
-        # Not getrusage's: that one begins with what the starting process had.
-        "peak_host_bytes": int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024,  # type: ignore[index]
+        "peak_host_bytes": int(peak[1]) * 1024,
     }
+
+
+def write_checkpoint(source: Path, weights: Weights, destination: Path) -> None:
+    """Copy a checkpoint folder, with other weights in the place of some, in the dtype they have."""
+    destination.mkdir(parents=True, exist_ok=True)
+    replaced = 0
+    for path in source.iterdir():
+        if path.suffix == ".safetensors":
+            tensors = load_file(path)
+            for name in tensors:
+                weight = weights.get(name.removesuffix(".weight"))
+                if weight is not None:
+                    tensors[name] = weight.detach().cpu().contiguous()
+                    replaced += 1
+            save_file(tensors, destination / path.name, metadata={"format": "pt"})
+        elif path.is_file():
+            shutil.copy(path, destination)
+    assert replaced == len(weights), f"{len(weights) - replaced} of {len(weights)} weights are not in {source}"
 
 
 def _load(job: Job) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=getattr(torch, job["dtype"]))
+    model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=getattr(torch, job["dtype"]))
     return model.to(_device()), AutoTokenizer.from_pretrained(job["model"])
 
 
@@ -165,6 +184,5 @@ def _device() -> str:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1]).parent
-    result = run(json.loads(Path(sys.argv[1]).read_text()))
-    (folder / "result.json").write_text(json.dumps(result))
+    job = json.loads(Path(sys.argv[1]).read_text())
+    Path(job["result"]).write_text(json.dumps(run(job)))
