@@ -185,6 +185,7 @@ def levels_used(weight: Tensor, group_size: int) -> int:
 
 def read_recipe(options: Sequence[str], out: Path) -> tuple[Run, StreamedModel]:
     """The recipe with its texts tokenized, and its model."""
+    sys.argv = sys.argv[:1]  # LightningCLI warns of arguments beside its own
     register_strategies()
     run = RecipeCLI(["evaluate", *options, f"--run_dir={out / 'run'}"]).run
     if run.recipe.embedding_bits or run.recipe.head_bits:
