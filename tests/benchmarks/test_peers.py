@@ -226,7 +226,9 @@ def test_every_peer_has_its_pins():
 
 
 def test_a_command_that_fails_says_its_own_last_word(tmp_path, commands):
-    with pytest.raises(PeerError, match=r"^ModuleNotFoundError: No module named 'peer' \(exit status 1, see .*peer.log"):
+    with pytest.raises(
+        PeerError, match=r"^ModuleNotFoundError: No module named 'peer' \(exit status 1, see .*peer.log"
+    ):
         call(["fails"], tmp_path / "peer.log")
     call(["works"], tmp_path / "peer.log")
 
