@@ -194,7 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = [job for job in jobs if tuple(job.settings.values()) not in known]
     print(f"{len(jobs)} runs, {len(jobs) - len(missing)} of them finished before", flush=True)
     failed, unfinished = run(missing, options.processes, deadline, file)
-    rows = sorted(read_rows(file), key=lambda row: list(METHODS).index(row["method"]))
+    places = {method: place for place, method in enumerate(METHODS)}
+    rows = sorted(read_rows(file), key=lambda row: places.get(row["method"], len(places)))  # peers come last
     if rows:
         (options.out / "table.md").write_text(document(rows) + "\n")
         print(document([row for row in rows if row["budget"] == budget]))
