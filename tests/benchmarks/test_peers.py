@@ -138,7 +138,7 @@ def test_a_job_has_the_recipes_linears_tokens_and_steps(recipe, out, jobs):
 def bench(recipe, out, monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(sys, "argv", ["peers"])
     run, model = peers.read_recipe([f"--config={recipe}", *peers.text_options(out / "texts")], out)
-    original, figures = run.original(model)
+    original, figures = peers.measure_original(run, model)
     made = peers.Bench(run, model, "budget", [], out / "jobs")
     yield SimpleNamespace(bench=made, original=original, figures=figures, source=model.checkpoint.directory)
     original.close()
