@@ -172,7 +172,10 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     add("--processes", type=int, default=1, help="runs side by side: for accuracy; times are then no measure of speed")
     add("--minutes", type=float, default=float("inf"), help="stop after these; the same command goes on later")
     add("--out", type=Path, default=Path("runs/accuracy"), help="texts, logs, results.jsonl and table.md")
-    return parser.parse_known_args(arguments)
+    options, overrides = parser.parse_known_args(arguments)
+    if options.processes < 1:
+        parser.error(f"--processes {options.processes}: 1 or more")
+    return options, overrides
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

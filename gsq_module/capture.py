@@ -36,7 +36,8 @@ class Captured:
     Attributes:
         sources: Stores of which the loaders yield rows: inputs and targets, or what they are recomputed from, and the
             weights of the tokens' errors where these differ.
-        power: Mean square of the training targets, each token with its weight.
+        power: Mean square of the training targets, each token with its weight; of the validation rows' where nothing is
+            trained.
     """
 
     sources: list[ActivationStore]

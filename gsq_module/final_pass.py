@@ -58,7 +58,7 @@ class TunedScales:
         before: KL(original || quantized) a token on the validation rows.
         after: The same with the trained scales, in the export's dtype.
         seconds: Of the pass.
-        basis: Of the units that it began with (`UnitShards.basis`).
+        basis: Of the units that it began with (`UnitShards.basis`), and its settings.
     """
 
     before: float
@@ -109,31 +109,42 @@ def train_scales(
         def teacher(tokens: Tensor) -> Tensor:
             return original(input_ids=tokens, use_cache=False).logits
 
-        module = ScaleTuning(other.model, scaled, teacher, settings, steps, trainer.global_step)
+        def student(tokens: Tensor) -> Tensor:
+            return other.model(input_ids=tokens, use_cache=False).logits
+
+        other.model.requires_grad_(False)
+        module = ScaleTuning(student, scaled, teacher, settings, steps, trainer.global_step)
         before = module.measure(data.val_dataloader(), device)
         fit_steps(trainer, module, data, steps)
         trained = {name: linear.hardened() for name, linear in scaled.items()}
         for name, linear in scaled.items():
             linear.place(trained[name])
-        module.student = other.model
         after = module.measure(data.val_dataloader(), device)
         trained = {name: weight.to("cpu") for name, weight in trained.items()}
     outcome = TunedScales(before, after, time.perf_counter() - began)
     return outcome, trained if outcome.improved else dict(weights)
 
 
-def load_outcome(units: UnitShards, tuned: UnitShards) -> TunedScales | None:
-    """What a finished final pass came to; None where there is none, or not of these units, or not whole any more."""
+def load_outcome(units: UnitShards, tuned: UnitShards, settings: FinalPass) -> TunedScales | None:
+    """What a finished final pass came to; None where there is none, or another one, or one that is not whole any more.
+
+    Another one is one of other units, or with other settings: these may change, for the units stay what they are.
+    """
     try:
         found = TunedScales(**json.loads((tuned.directory / OUTCOME_FILE).read_text()))
+        found.before, found.after, found.seconds = map(float, (found.before, found.after, found.seconds))
     except (FileNotFoundError, TypeError, ValueError):
         return None
     whole = _places(units) == _places(tuned)
-    return found if whole and found.basis == units.basis(_places(units)) else None
+    return found if whole and found.basis == _basis(units, settings) else None
 
 
 def save_tuned(
-    outcome: TunedScales, weights: Mapping[str, QuantizedWeight], units: UnitShards, tuned: UnitShards
+    outcome: TunedScales,
+    weights: Mapping[str, QuantizedWeight],
+    units: UnitShards,
+    tuned: UnitShards,
+    settings: FinalPass,
 ) -> None:
     """Store each unit again with its trained scales, and then the outcome. Rank 0 does it."""
     (tuned.directory / OUTCOME_FILE).unlink(missing_ok=True)
@@ -141,8 +152,12 @@ def save_tuned(
         loaded = units.load(result.block, result.unit)
         assert loaded is not None
         tuned.save(result, {name: weights[name] for name in loaded[1]})
-    outcome.basis = units.basis(_places(units))
+    outcome.basis = _basis(units, settings)
     write_atomically(tuned.directory / OUTCOME_FILE, json.dumps(asdict(outcome)).encode())
+
+
+def _basis(units: UnitShards, settings: FinalPass) -> str:
+    return f"{units.basis(_places(units))} {json.dumps(asdict(settings), sort_keys=True)}"
 
 
 def _places(shards: UnitShards) -> list[tuple[int, str]]:

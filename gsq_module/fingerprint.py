@@ -23,13 +23,15 @@ FREE_FIELDS = (
     "data.forward_batch_size",
     "data.microbatch_size",
     "data.pin_memory",
+    "model.final_pass",
     "model.kernels",
     "model.measure_initial",
     "model.snapshot_every",
     "model.store",
     "model.targets",
 )
-"""Fields of `model` and `data` that may change when a run is resumed: they do not shape the result."""
+"""Fields of `model` and `data` that may change when a run is resumed: they do not shape its units. The final
+pass, which begins when these are finished, is done again where its own settings have changed."""
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
 

@@ -17,6 +17,7 @@ from gsq_module import ranks
 from gsq_module.coverage import check_geometry, serving_problems
 from gsq_module.data.module import CalibrationData
 from gsq_module.export.reader import open_checkpoint
+from gsq_module.final_pass import TunedScales, load_outcome
 from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.stages import StageClock, StageListener
 from gsq_module.module import GSQModule
@@ -134,6 +135,11 @@ class Run:
         """Name the part of the command that begins, for those who watch."""
         if self.trainer.is_global_zero and self.progress.is_enabled:
             print(part, flush=True)
+
+    def final_outcome(self) -> TunedScales | None:
+        """What the recipe's final pass came to, where it is finished."""
+        grid = self.recipe.grid
+        return load_outcome(self.directory.units(grid), self.directory.tuned_units(grid), self.recipe.final_pass)
 
     @property
     def final_units(self) -> UnitShards:

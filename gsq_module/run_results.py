@@ -29,13 +29,19 @@ def write_export(run: Run, model: StreamedModel, coverage: Coverage) -> ExportRe
         StorageError: The disk is full, or gives back something else than was written.
     """
     outer = run.outer(model, run.directory.units(run.recipe.grid))
-    weights = outer.weights(run.final_units.weights())
+    weights = outer.weights(run.directory.units(run.recipe.grid).weights())
     missing = [name for name in coverage.quantized if name not in weights]
     if missing:
         raise ValueError(
             f"run_dir={str(run.directory.path)!r} lacks {len(missing)} of {len(coverage.quantized)} quantized "
             f"layers ({', '.join(missing[:3])} ...): the run is not finished. Start fit again, same --config"
         )
+    if run.recipe.final_pass.epochs and run.final_outcome() is None:
+        raise ValueError(
+            f"run_dir={str(run.directory.path)!r}: the final pass (model.final_pass) is not finished. Start fit again, "
+            "same --config; or leave the pass out: --model.final_pass.epochs 0"
+        )
+    weights = outer.weights(run.final_units.weights())
     with run.clock.stage("export"):
         report = export_checkpoint(
             model.checkpoint,

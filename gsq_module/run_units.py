@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gsq_module import ranks
 from gsq_module.data.samples import Samples
-from gsq_module.final_pass import TunedScales, load_outcome, save_tuned, train_scales
+from gsq_module.final_pass import TunedScales, save_tuned, train_scales
 from gsq_module.pipeline import BlockLoop
 from gsq_module.recipe_run import Run
 from gsq_module.refinement import UnitRefiner
@@ -37,7 +37,7 @@ def train_final_scales(run: Run, model: StreamedModel) -> TunedScales | None:
     if not run.recipe.final_pass.epochs:
         return None
     units, tuned = run.directory.units(run.recipe.grid), run.directory.tuned_units(run.recipe.grid)
-    outcome = load_outcome(units, tuned)
+    outcome = run.final_outcome()
     if outcome is None:
         run.say("quantized: scales of the whole model")
         samples = _samples(run, run.data.train)
@@ -46,7 +46,7 @@ def train_final_scales(run: Run, model: StreamedModel) -> TunedScales | None:
                 run.trainer, run.recipe.final_pass, run.data, samples, model, units.weights(),
                 run.outer(model, units).weights({}),
             )  # fmt: skip
-        ranks.from_first(partial(save_tuned, outcome, weights, units, tuned))
+        ranks.from_first(partial(save_tuned, outcome, weights, units, tuned, run.recipe.final_pass))
     return outcome
 
 

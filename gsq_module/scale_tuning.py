@@ -125,9 +125,10 @@ class ScaleTuning(LightningModule):
     """Trains the gains of the scales.
 
     Args:
-        student: The quantized model, its linears `ScaledLinear`.
+        student: Logits of the quantized model, its linears `ScaledLinear`, for tokens. The model is no part of this
+            module: Lightning would move all of it, and what no token needs (a vision tower) has no weights.
         scaled: These, by module path.
-        teacher: Logits of the original model for tokens.
+        teacher: Logits of the original model, likewise.
         settings: Of the recipe.
         total_steps: Optimizer steps.
         step_offset: `trainer.global_step` before.
@@ -135,7 +136,7 @@ class ScaleTuning(LightningModule):
 
     def __init__(
         self,
-        student: nn.Module,
+        student: Callable[[Tensor], Tensor],
         scaled: Mapping[str, ScaledLinear],
         teacher: Callable[[Tensor], Tensor],
         settings: FinalPass,
@@ -143,10 +144,10 @@ class ScaleTuning(LightningModule):
         step_offset: int,
     ) -> None:
         super().__init__()
-        self.student: nn.Module | None = student.requires_grad_(False)
+        self.student: Callable[[Tensor], Tensor] | None = student
         self.teacher, self.settings = teacher, settings
         self.total_steps, self.step_offset = total_steps, step_offset
-        self.gains = [linear.gain.requires_grad_(True) for linear in scaled.values()]
+        self.gains = nn.ParameterList(linear.gain.requires_grad_(True) for linear in scaled.values())
 
     @override
     def configure_optimizers(self) -> Any:
@@ -164,7 +165,7 @@ class ScaleTuning(LightningModule):
         assert self.student is not None
         with torch.no_grad():
             wanted = self.teacher(tokens)
-        return divergence(self.student(input_ids=tokens, use_cache=False).logits, wanted) / tokens.numel()
+        return divergence(self.student(tokens), wanted) / tokens.numel()
 
     @override
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
@@ -186,5 +187,5 @@ class ScaleTuning(LightningModule):
 
     @override
     def on_train_end(self) -> None:
-        """Lightning's teardown would move the models to the host."""
-        self.student = None
+        """Lightning's teardown would move the gains to the host."""
+        self.gains = nn.ParameterList()

@@ -207,6 +207,8 @@ def _vllm(export: _Export) -> Verdict:
     if head not in packed and embedding in packed and head not in export.in_float:
         verdict.notes.append("head and packed embedding are one tensor, which only newer versions compute logits from")
     architecture = (export.config.get("architectures") or ["?"])[0]
+    if embedding in packed and architecture in vllm.WITHOUT_PACKED_EMBEDDING:
+        verdict.problems.append(f"{embedding} is packed, which its class {architecture} does not load (issue 54304)")
     if architecture not in vllm.CLASSES:
         verdict.notes.append(f"whether it knows the class {architecture} is not known here")
     verdict.notes.append("its rules checked, vLLM itself not run")

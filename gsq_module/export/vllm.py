@@ -44,6 +44,9 @@ WRAPPER_PREFIXES = (
 )
 """How the Qwen3.5 wrapper renames the checkpoint's modules, and with them targets and ignore list."""
 
+WITHOUT_PACKED_EMBEDDING = {"Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"}
+"""Classes that create their embedding in float whatever the configuration says (vLLM's issue 54304)."""
+
 MARLIN_BITS = (4, 8)
 MARLIN_GROUPS = (32, 64, 128)
 EMBEDDING_BITS = (2, 4, 8)

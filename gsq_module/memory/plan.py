@@ -129,7 +129,7 @@ class MemoryPlan(StageFormulas):
         if job.gptq:
             yield f"--model.initializer rtn {ANOTHER}", self.changed(gptq=False)
         if job.final_pass:
-            yield f"--model.final_pass.epochs 0 {ANOTHER}", self.changed(final_pass=False)
+            yield "--model.final_pass.epochs 0 (another result)", self.changed(final_pass=False)
         if job.reload:
             yield "--reload_max_gib 0", self.changed(reload=False)
         if job.strategy == "ddp":

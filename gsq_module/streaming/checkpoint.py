@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -22,6 +22,7 @@ class Checkpoint:
 
     Raises:
         FileNotFoundError: The folder, its weights, or shards that the index names are missing (all of them are listed).
+        ValueError: A file is cut off.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -40,15 +41,28 @@ class Checkpoint:
                     f"{index} names files that are not there: {', '.join(missing)}. "
                     f"Download the rest: hf download <repository> --local-dir {self.directory}"
                 )
+            for name in dict.fromkeys(weight_map.values()):
+                self._check_file(name)
             return weight_map
         single = self.directory / SINGLE_FILE
         if single.is_file():
+            self._check_file(SINGLE_FILE)
             with safe_open(single, framework="pt") as file:
                 return dict.fromkeys(file.keys(), SINGLE_FILE)
         raise FileNotFoundError(
             f"{self.directory} holds neither {INDEX_FILE} nor {SINGLE_FILE}. "
             "Checkpoints are read as safetensors; convert others with transformers' save_pretrained first."
         )
+
+    def _check_file(self, name: str) -> None:
+        try:
+            with safe_open(self.directory / name, framework="pt"):
+                pass  # it compares the file's length with its header
+        except SafetensorError as error:
+            raise ValueError(
+                f"{self.directory / name} is not whole ({error}): was a download cut off? Remove it, and get it "
+                f"again: hf download <repository> --local-dir {self.directory}"
+            ) from error
 
     def names(self) -> list[str]:
         """Names of all weights, in file order."""

@@ -13,50 +13,17 @@ import peer_job
 import peers
 import pytest
 import torch
-import yaml
 from accuracy_table import read_rows
 from peer_environments import PeerError, call, last_error, make_environment
 from safetensors.torch import load_file
-from toy_models import family, save, words
+from toy_benchmark import write_recipe
 
 GROUP = 32
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
-    folder = tmp_path / "out"
-    (folder / "texts").mkdir(parents=True)
-    for number, name in enumerate(("speeches_before_1982", "speeches", "python_topics", "wikipedia")):
-        (folder / "texts" / f"{name}.jsonl").write_text(json.dumps({"text": words(3000, seed=number)}) + "\n")
-    return folder
-
-
-@pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    save(family("llama", num_hidden_layers=2), tmp_path / "model")
-    settings = {
-        "model": {
-            "path": str(tmp_path / "model"),
-            "group_size": GROUP,
-            "units": ["mlp"],
-            "dtype": "float32",
-            "refinement": {"epochs": 3},
-        },
-        "data": {
-            "calibration": {"class_path": "gsq_module.data.Speeches"},
-            "evaluation": {},
-            "seq_len": 32,
-            "train_samples": 16,
-            "validation_samples": 2,
-            "gptq_samples": 4,
-            "evaluation_samples": 2,
-            "batch_size": 8,
-        },
-        "trainer": {"accelerator": "cpu", "enable_progress_bar": False, "logger": False},
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
+    return write_recipe(tmp_path, epochs=3, batch_size=8, train=16, validation=2, gptq=4, evaluation=2)
 
 
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:

@@ -7,10 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 import torch
@@ -19,10 +17,8 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 sys.path.insert(0, str(FOLDER.parent / "pipeline"))
 
+from processes import LIMIT, started  # noqa: E402
 from toy_runs import toy_checkpoint, write_recipe  # noqa: E402
-
-LIMIT = 120
-"""Seconds after which a run counts as hung."""
 
 
 @dataclass
@@ -49,29 +45,6 @@ def recipe(tmp_path_factory):
     heads = {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 2}
     checkpoint = toy_checkpoint(folder / "checkpoint", "llama", torch.bfloat16, **heads)
     return write_recipe(folder, checkpoint)
-
-
-def started(
-    recipe: Path,
-    run_dir: Path,
-    *options: str,
-    command: str = "fit",
-    starter: Sequence[str] = (sys.executable,),
-    variables: Mapping[str, str] = MappingProxyType({}),
-) -> subprocess.Popen[str]:
-    """A process of a run, or what starts several; `starter` is what runs a Python file."""
-    arguments = [command, f"--config={recipe}", f"--run_dir={run_dir}", "--data.batch_size=12"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{FOLDER}"}
-    return subprocess.Popen(
-        [*starter, str(ROOT / "recipes" / "run.py"), *arguments, "--model.dtype=float64", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment | variables,
-        cwd=ROOT,
-        start_new_session=True,
-    )
 
 
 @pytest.fixture(scope="session")

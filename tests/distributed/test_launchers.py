@@ -8,7 +8,7 @@ import socket
 import sys
 
 import pytest
-from conftest import LIMIT, started
+from processes import LIMIT, started
 from toy_runs import contents
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")

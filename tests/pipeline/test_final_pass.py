@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
+from toy_qwen import qwen_checkpoint
 from toy_runs import BARE, contents, run, summary_of, toy_checkpoint, write_recipe
 
 from gsq_module.quantization.grid import GRIDS, QuantizedWeight
@@ -52,6 +55,37 @@ def test_a_finished_pass_is_not_done_again(tuned, llama):
     cli = run(llama, tuned, EPOCHS, FAST, "--model.measure_initial=false")
     assert cli.trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0, "nothing was trained"
     assert contents(tuned / "export") == before
+
+
+def test_other_settings_of_the_pass_find_the_same_units(llama, tmp_path, capsys):
+    """A run whose pass failed, or came out badly, is not lost."""
+    run(llama, tmp_path, EPOCHS, FAST, *BARE)
+    tuned = contents(tmp_path / "export")
+    written = {name: (tmp_path / name).stat().st_mtime_ns for name in contents(tmp_path) if name.startswith("units/")}
+    with pytest.raises(SystemExit):
+        run(llama, tmp_path, EPOCHS, "--model.final_pass.lr=1e-3", *BARE, command="export")
+    assert "the final pass (model.final_pass) is not finished" in capsys.readouterr().err
+    run(llama, tmp_path, "--model.final_pass.epochs=0", *BARE)
+    without = contents(tmp_path / "export")
+    assert without != tuned
+    run(llama, tmp_path, EPOCHS, "--model.final_pass.lr=1e-3", *BARE)
+    assert contents(tmp_path / "export") not in (tuned, without)
+    assert written == {name: (tmp_path / name).stat().st_mtime_ns for name in written}, "no unit was done again"
+
+
+def test_an_outcome_of_the_wrong_type_is_done_again(tuned, llama):
+    file = RunDirectory(tuned).tuned_units(GRIDS[2]).directory / "final_pass.json"
+    expected = json.loads(file.read_text())
+    file.write_text(json.dumps(expected | {"after": "better"}))
+    run(llama, tuned, EPOCHS, FAST, "--model.measure_initial=false")
+    assert json.loads(file.read_text())["after"] == pytest.approx(expected["after"])
+
+
+def test_what_no_token_needs_takes_no_part(tmp_path):
+    """The vision tower of Qwen3.5 has no weights in memory."""
+    recipe = write_recipe(tmp_path, qwen_checkpoint(tmp_path / "checkpoint"))
+    run(recipe, tmp_path / "run", EPOCHS, FAST, "--model.refinement.epochs=0", "--model.num_blocks=1", *BARE)
+    assert summary_of(tmp_path / "run")["final_pass"]["after"] > 0
 
 
 @pytest.mark.slow

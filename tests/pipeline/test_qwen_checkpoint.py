@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from toy_models import open_streamed
 from toy_qwen import TEXT, qwen_checkpoint
-from toy_runs import run, summary_of, write_recipe
+from toy_runs import BARE, run, summary_of, write_recipe
 
 from gsq_module.coverage import measure_coverage
 from gsq_module.export.engines import check_engines
@@ -144,3 +144,16 @@ def test_an_export_without_the_mtp_layers_in_ignore_is_found_out(run_dir, tmp_pa
     assert library.loads
     (problem,) = vllm.problems
     assert problem.startswith("in float, but not on the ignore list: mtp.fc, mtp.layers.0.self_attn.q_proj")
+
+
+@pytest.mark.slow
+def test_vllm_does_not_load_a_packed_embedding_of_this_class(tmp_path):
+    recipe = write_recipe(tmp_path, qwen_checkpoint(tmp_path / "checkpoint"))
+    options = ("--model.refinement.epochs=0", "--model.num_blocks=1", "--model.head_bits=4", *BARE)
+    problems = []
+    for bits in ("null", "8"):
+        run(recipe, tmp_path / bits, f"--model.embedding_bits={bits}", *options)
+        (verdict,) = [found for found in check_engines(tmp_path / bits / "export") if found.engine == "vLLM"]
+        problems.append("\n".join(verdict.problems))
+    assert "issue 54304" not in problems[0]
+    assert "embed_tokens is packed, which its class Qwen3_5ForConditionalGeneration does not load" in problems[1]

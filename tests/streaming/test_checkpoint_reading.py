@@ -32,6 +32,16 @@ def copy_of(folder, target):
     return target
 
 
+@pytest.mark.parametrize("left", [0, 1000, -1])
+def test_a_file_that_was_cut_off_is_named(left, sharded, single, tmp_path):
+    shards = copy_of(sharded, tmp_path / "shards")
+    for folder, name in ((shards, Checkpoint(shards).files()[2]), (single, "model.safetensors")):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:left])
+        with pytest.raises(ValueError, match=rf"{name} is not whole .*hf download"):
+            Checkpoint(folder)
+
+
 def edit(folder, change):
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
