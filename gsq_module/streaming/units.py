@@ -129,7 +129,8 @@ def trace_units(block: nn.Module, call: BlockCall, hidden: Tensor, units: Sequen
         check: Whether tensors have data to look at; without, `ends_block` is not found and nothing is checked.
 
     Raises:
-        ValueError: The sum is not found in the block: targets from the original stream cannot be built.
+        ValueError: The sum is not found in the block: targets from the original stream cannot be built; or there are
+            numbers that are not finite.
     """
     inputs: dict[nn.Module, Tensor] = {}
     outputs: dict[nn.Module, Tensor] = {}
@@ -150,6 +151,12 @@ def trace_units(block: nn.Module, call: BlockCall, hidden: Tensor, units: Sequen
         unit.ends_block = _differ_little(total, result, branch)
         # Where another half follows, one of the block's children takes the sum.
         if not unit.ends_block and not any(_differ_little(total, taken, branch) for taken in inputs.values()):
+            if not bool(torch.isfinite(result).all()):
+                raise ValueError(
+                    f"{unit.name}: the hidden states behind its block are not finite. Either a weight up to there is no "
+                    f"number (a damaged checkpoint: get it again), or the model overflows in {result.dtype}: use "
+                    "--model.dtype bfloat16 or float32"
+                )
             raise ValueError(
                 f"{unit.name}: its block does not add the unit's output to the residual stream in a way known here; "
                 "use --model.target original_unit"

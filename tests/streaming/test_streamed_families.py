@@ -123,6 +123,18 @@ def test_norms_around_the_units_are_found(name, tmp_path):
         assert [attention.ends_block, mlp.ends_block] == [False, True]
 
 
+def test_numbers_that_are_none_are_not_taken_for_another_kind_of_block(tmp_path):
+    """Case 17: a damaged weight."""
+    save(family("llama"), tmp_path)
+    streamed = open_streamed(tmp_path)
+    call = streamed.record_calls(1, SEQ_LEN)[0]
+    block = streamed.load_block(0)
+    block.mlp.down_proj.weight[3, 5] = torch.nan
+    unit = find_unit(block, streamed.block_name(0), "mlp", ())
+    with pytest.raises(ValueError, match="not finite.*damaged checkpoint"):
+        trace_units(block, call, torch.ones(1, SEQ_LEN, 64), [unit])
+
+
 def test_units_of_qwen3_5_leave_the_small_gates_out(tmp_path):
     save(family("qwen3_5"), tmp_path)
     streamed = open_streamed(tmp_path)
