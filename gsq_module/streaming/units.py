@@ -153,8 +153,8 @@ def trace_units(block: nn.Module, call: BlockCall, hidden: Tensor, units: Sequen
         if not unit.ends_block and not any(_differ_little(total, taken, branch) for taken in inputs.values()):
             if not bool(torch.isfinite(result).all()):
                 raise ValueError(
-                    f"{unit.name}: the hidden states behind its block are not finite. Either a weight up to there is no "
-                    f"number (a damaged checkpoint: get it again), or the model overflows in {result.dtype}: use "
+                    f"{unit.name}: the hidden states behind its block are not finite. Either a weight up to there is "
+                    f"no number (a damaged checkpoint: get it again), or the model overflows in {result.dtype}: use "
                     "--model.dtype bfloat16 or float32"
                 )
             raise ValueError(

@@ -131,7 +131,7 @@ def test_numbers_that_are_none_are_not_taken_for_another_kind_of_block(tmp_path)
     block = streamed.load_block(0)
     block.mlp.down_proj.weight[3, 5] = torch.nan
     unit = find_unit(block, streamed.block_name(0), "mlp", ())
-    with pytest.raises(ValueError, match="not finite.*damaged checkpoint"):
+    with pytest.raises(ValueError, match=r"not finite.*damaged checkpoint"):
         trace_units(block, call, torch.ones(1, SEQ_LEN, 64), [unit])
 
 
