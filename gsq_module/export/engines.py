@@ -6,7 +6,6 @@ are those of export/vllm.py.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,10 +22,11 @@ from torch import Tensor, nn
 
 from gsq_module.export import vllm
 from gsq_module.export.packing import PACK_FORMAT, unpack
-from gsq_module.export.reader import CONFIG_FILE, stored_quantization
+from gsq_module.export.reader import parse_quantization, stored_quantization
 from gsq_module.export.vllm import listed
 from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.streaming.checkpoint import Checkpoint
+from gsq_module.streaming.config_file import CONFIG_FILE, read_config
 from gsq_module.streaming.tree import causal_lm_names, meta_model
 
 ROWS = 4096
@@ -122,8 +122,7 @@ def check_engines(folder: Path) -> list[Verdict]:
         ValueError: The folder is no quantized checkpoint in the format of compressed-tensors.
         FileNotFoundError: Files are missing.
     """
-    if not (folder / CONFIG_FILE).is_file():
-        raise FileNotFoundError(f"{folder} has no {CONFIG_FILE}: not a checkpoint folder")
+    config = read_config(folder)
     found = stored_quantization(folder)
     if found is None or found.get("quant_method") != DEFAULT_QUANTIZATION_METHOD or found.get("format") != PACK_FORMAT:
         raise ValueError(
@@ -131,8 +130,7 @@ def check_engines(folder: Path) -> list[Verdict]:
             f"{CONFIG_FILE} has {'no quantization_config' if found is None else found.get('quant_method')}. "
             "Name an exported folder: --checkpoint FOLDER"
         )
-    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    quantization = QuantizationConfig.model_validate(found)
+    quantization = parse_quantization(folder, found)
     checkpoint = Checkpoint(folder)
     try:
         export = _Export(config, quantization, checkpoint, meta_model(folder))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ from torch import Tensor, nn
 
 from gsq_module.export.packing import PACK_FORMAT, unpack
 from gsq_module.streaming.checkpoint import Checkpoint
+from gsq_module.streaming.config_file import CONFIG_FILE, get_again, read_config
 from gsq_module.streaming.tree import meta_model
-
-CONFIG_FILE = "config.json"
 
 
 class PackedCheckpoint(Checkpoint):
@@ -108,7 +106,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     if found is None:
         return Checkpoint(directory)
     if found.get("quant_method") == DEFAULT_QUANTIZATION_METHOD and found.get("format") == PACK_FORMAT:
-        schemes = list(QuantizationConfig.model_validate(found).config_groups.values())
+        schemes = list(parse_quantization(directory, found).config_groups.values())
         if all(isinstance(scheme, QuantizationScheme) and scheme.input_activations is None for scheme in schemes):
             return PackedCheckpoint(directory, schemes)
     groups = found.get("config_groups", {})
@@ -120,12 +118,36 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 
 
 def stored_quantization(directory: str | Path) -> dict[str, Any] | None:
-    """The `quantization_config` of the folder's config.json, also from its `text_config`; None for a float model."""
-    path = Path(directory) / CONFIG_FILE
-    if not path.is_file():
+    """The `quantization_config` of the folder's config.json, also from its `text_config`; None for a float model.
+
+    Raises:
+        ValueError: The file is broken.
+    """
+    if not (Path(directory) / CONFIG_FILE).is_file():
         return None
-    config = json.loads(path.read_text(encoding="utf-8"))
-    for section in (config, config.get("text_config") or {}):
-        if section.get("quantization_config"):
-            return section["quantization_config"]
+    config = read_config(directory)
+    for section in (config, config.get("text_config")):
+        found = section.get("quantization_config") if isinstance(section, dict) else None
+        if found and not isinstance(found, dict):
+            raise ValueError(
+                f"{Path(directory) / CONFIG_FILE}: quantization_config={found!r} is no JSON object. "
+                f"{get_again(Path(directory))}"
+            )
+        if found:
+            return found
     return None
+
+
+def parse_quantization(directory: str | Path, found: dict[str, Any]) -> QuantizationConfig:
+    """What `stored_quantization` has found, as the library reads it.
+
+    Raises:
+        ValueError: It does not; the library's reasons name keys and values.
+    """
+    try:
+        return QuantizationConfig.model_validate(found)
+    except ValueError as error:
+        file = Path(directory) / CONFIG_FILE
+        raise ValueError(
+            f"{file}: quantization_config cannot be read: {error}\n{get_again(Path(directory))}"
+        ) from error

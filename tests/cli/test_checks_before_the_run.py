@@ -174,6 +174,18 @@ class TestWithTheModelsGeometry:
         assert "data.calibration (train_samples=1000" in error
         assert "16,128" in error  # (1000 + 4 + 4) x 16 tokens
 
+    @pytest.mark.parametrize(
+        "command", [("fit",), ("plan", "--memory", "12GiB"), ("evaluate", "--checkpoint", "original")]
+    )
+    def test_a_config_that_is_cut_off_is_named(self, toy, run_cli, tmp_path: Path, command: tuple[str, ...]) -> None:
+        broken = Path(shutil.copytree(toy.model, tmp_path / "broken"))
+        file = broken / "config.json"
+        file.write_text(file.read_text()[:40])
+        run = (*command, "--config", toy.recipe, "--run_dir", tmp_path / "run", "--model.path", broken)
+        error = self.refused(run_cli(*run))
+        assert f"{file} is cut off or no JSON" in error
+        assert "Next: " in error
+
     def test_a_model_without_tokenizer_says_so(self, toy, run_cli, tmp_path: Path) -> None:
         bare = Path(shutil.copytree(toy.model, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*")))
         run = ("fit", "--config", toy.recipe, "--run_dir", tmp_path / "run")
