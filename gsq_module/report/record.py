@@ -8,6 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_NUMBER = (int, float)
+NEEDED: dict[str, type | tuple[type, ...]] = {
+    "perplexity_by_text": dict,
+    "kl_divergence_by_text": dict,
+    "top1_agreement_by_text": dict,
+    "bits_per_weight": (*_NUMBER, type(None)),
+    "coverage.quantized_parameters": int,
+    "coverage.quantized_fraction": _NUMBER,
+    "coverage.float_parameters": dict,
+    "units": list,
+    "outer": list,
+    "final_pass": (dict, type(None)),
+    "seconds.total": _NUMBER,
+    "peak_memory.host_bytes": _NUMBER,
+    "peak_memory.device_bytes_by_stage": dict,
+    "peak_memory.predicted_bytes_by_stage": dict,
+    "device": str,
+    "export": (dict, type(None)),
+    "continuations": list,
+}
+"""What a report shows of a summary, and of which types it is."""
+
 
 @dataclass(frozen=True)
 class Record:
@@ -28,6 +50,7 @@ class Record:
 
         Raises:
             FileNotFoundError: No finished run is in it.
+            ValueError: Its summary.json is broken, or not the summary of a run.
         """
         file = run_dir / "summary.json"
         if not file.is_file():
@@ -40,7 +63,7 @@ class Record:
                 for row in csv.DictReader(opened):
                     values = {key: float(value) for key, value in row.items() if value}
                     metrics.append(values | {"step": values.get("step", 0.0) + offset})
-        return cls(json.loads(file.read_text()), metrics)
+        return cls(_read_summary(file), metrics)
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """Steps and values of one metric."""
@@ -64,3 +87,26 @@ class Record:
                     curves.append((int(row["unit/block"]), [step - steps[0] for step in steps], errors))
                 steps, errors = [], []
         return curves
+
+
+def _read_summary(file: Path) -> dict[str, Any]:
+    remedy = (
+        "Next: the same fit again, recipes/run.py fit --config RECIPE, which keeps what is finished and writes it anew"
+    )
+    try:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f"{file} is empty, cut off or no JSON ({error}). {remedy}") from error
+    wrong = [key for key, types in NEEDED.items() if not isinstance(_value(summary, key), types)]
+    if wrong:
+        raise ValueError(f"{file} is not the summary of a run: {', '.join(wrong)} missing or of another type. {remedy}")
+    return summary
+
+
+def _value(summary: Any, key: str) -> Any:
+    """What stands under a key such as `seconds.total`; the class `object` where there is nothing."""
+    for part in key.split("."):
+        if not isinstance(summary, dict) or part not in summary:
+            return object
+        summary = summary[part]
+    return summary

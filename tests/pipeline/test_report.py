@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import runpy
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -147,3 +148,34 @@ def test_it_can_be_written_again(finished, tmp_path):
     failed = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False)
     assert failed.returncode == 1
     assert "Run fit first" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("", "is empty, cut off or no JSON"),
+        ('{"units": [', "is empty, cut off or no JSON"),
+        ("{}", "perplexity_by_text"),
+        ("[]", "perplexity_by_text"),
+        ('{"accuracy": 0.9, "seconds": 3}', "seconds.total"),
+    ],
+)
+def test_a_summary_that_is_none_is_named(content, what, tmp_path, monkeypatch):
+    file = tmp_path / "summary.json"
+    file.write_text(content)
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("gsq_module.report", run_name="__main__")
+    message = str(ended.value.code)
+    assert message.startswith(f"error: {file} is ")
+    assert what in message
+    assert "Next: the same fit again" in message
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_summary_of_another_shape_is_named(finished, tmp_path):
+    summary = summary_of(finished) | {"units": 3}
+    del summary["peak_memory"]["host_bytes"]
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(ValueError, match=r"not the summary of a run: units, peak_memory\.host_bytes missing"):
+        write_report(tmp_path)
