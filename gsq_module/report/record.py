@@ -1,12 +1,13 @@
-"""What a run directory tells of its run: the summary, and the metrics of all commands that worked on it."""
+"""What a run directory tells of its run: the summary, and the metrics of all its sessions."""
 
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gsq_module.metrics_log import METRICS_FILE, read_rows
 
 _NUMBER = (int, float)
 NEEDED: dict[str, type | tuple[type, ...]] = {
@@ -37,8 +38,8 @@ class Record:
 
     Attributes:
         summary: summary.json.
-        metrics: Rows of the CSV logs in the order of logging. A resumed run has one log a command, each of which counts
-            its steps from 0; here `step` goes on over all of them.
+        metrics: Rows of the run's one log in the order of logging. Every session of the run goes on in it, and `step`
+            counts over all of them (`metrics_log.RunCSVLogger`).
     """
 
     summary: dict[str, Any]
@@ -55,15 +56,7 @@ class Record:
         file = run_dir / "summary.json"
         if not file.is_file():
             raise FileNotFoundError(f"run_dir={str(run_dir)!r} holds no finished run: {file} is missing. Run fit first")
-        metrics: list[dict[str, float]] = []
-        logs = run_dir.glob("metrics/version_*/metrics.csv")
-        for log in sorted(logs, key=lambda path: int(path.parent.name.removeprefix("version_"))):
-            offset = max((row["step"] for row in metrics), default=0.0)
-            with log.open(newline="") as opened:
-                for row in csv.DictReader(opened):
-                    values = {key: float(value) for key, value in row.items() if value}
-                    metrics.append(values | {"step": values.get("step", 0.0) + offset})
-        return cls(_read_summary(file), metrics)
+        return cls(_read_summary(file), read_rows(run_dir / METRICS_FILE))
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """Steps and values of one metric."""
