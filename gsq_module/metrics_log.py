@@ -22,6 +22,8 @@ Row = dict[str, float]
 Key = tuple[int, frozenset[str]]
 """A row is known by its step and the names of its metrics."""
 
+METRICS_FILE = "metrics/version_0/metrics.csv"
+"""A run's log, in its run directory."""
 FINAL = "perplexity/"
 """Begin of the names of what every session that ends well logs: the last one counts."""
 

@@ -122,14 +122,23 @@ class Run:
         return model
 
     def tokenizer(self, folder: Path) -> PreTrainedTokenizerBase:
-        """The tokenizer of a checkpoint folder."""
+        """The tokenizer of a checkpoint folder.
+
+        Raises:
+            ValueError: It does not load, or is not there.
+        """
+        remedy = "The model's tokenizer.json and tokenizer_config.json belong into that folder"
         try:
-            return AutoTokenizer.from_pretrained(folder)
+            found = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
+            raise ValueError(f"the tokenizer of {folder} does not load ({error}). {remedy}") from error
+        # Of some families (Qwen, Gemma) transformers makes one of special tokens alone where the files are missing.
+        if not found.get_vocab().keys() - found.get_added_vocab().keys():
             raise ValueError(
-                f"the tokenizer of {folder} does not load ({error}). The model's tokenizer.json and "
-                "tokenizer_config.json belong into that folder"
-            ) from error
+                f"the tokenizer of {folder} is missing: its {type(found).__name__} knows no token but special ones. "
+                f"{remedy}. Next: hf download <repository> --include 'tokenizer*' --local-dir {folder}"
+            )
+        return found
 
     def say(self, part: str) -> None:
         """Name the part of the command that begins, for those who watch."""

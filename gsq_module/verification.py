@@ -10,18 +10,19 @@ from typing import Any
 
 import torch
 import yaml
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import QuantizationScheme
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from gsq_module import fingerprint
 from gsq_module.export.folder import MARKER_FILE
 from gsq_module.export.packing import unpack_codes
-from gsq_module.export.reader import CONFIG_FILE, match_schemes, open_checkpoint, stored_quantization
+from gsq_module.export.reader import match_schemes, open_checkpoint, parse_quantization, stored_quantization
 from gsq_module.export.report import CHECKSUMS, folder_checksums, report_checksum
 from gsq_module.quantization.grid import GRIDS, Grid
 from gsq_module.run_directory import RunDirectory
 from gsq_module.streaming.checkpoint import INDEX_FILE
+from gsq_module.streaming.config_file import CONFIG_FILE
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.unit_shards import QuantizedWeights, as_bytes
 
@@ -49,7 +50,7 @@ def main(args: Sequence[str]) -> None:
     folder = Path(options.folder)
     if (folder / "config.yaml").is_file() or (folder / "units").is_dir():
         notes, problems = verify_run(folder)
-    elif (folder / MARKER_FILE).is_file() or stored_quantization_or_none(folder) is not None:
+    elif (folder / MARKER_FILE).is_file() or _may_be_export(folder):
         notes, problems = [], verify_export(folder)
     else:
         parser.error(f"{folder} is neither a run directory (config.yaml, units/) nor an export ({MARKER_FILE})")
@@ -65,12 +66,12 @@ def main(args: Sequence[str]) -> None:
         raise SystemExit(DAMAGED)
 
 
-def stored_quantization_or_none(folder: Path) -> dict[str, Any] | None:
-    """As `stored_quantization`; None also where config.json cannot be read."""
+def _may_be_export(folder: Path) -> bool:
+    """Whether config.json says so, or is broken, which `verify_export` then names."""
     try:
-        return stored_quantization(folder)
-    except (OSError, ValueError, AttributeError):
-        return None
+        return stored_quantization(folder) is not None
+    except ValueError:
+        return True
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -135,11 +136,14 @@ def verify_export(folder: Path, units: QuantizedWeights | None = None) -> list[s
     try:
         index = json.loads((folder / INDEX_FILE).read_bytes())
         listed, total = dict(index["weight_map"]), index["metadata"]["total_size"]
-        settings = stored_quantization(folder)
-        groups = QuantizationConfig.model_validate(settings).config_groups if settings else {}
         about = json.loads((folder / MARKER_FILE).read_bytes()) if (folder / MARKER_FILE).is_file() else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [*problems, f"{folder}: {INDEX_FILE}, {CONFIG_FILE} or {MARKER_FILE} cannot be read: {error!r}"]
+        return [*problems, f"{folder}: {INDEX_FILE} or {MARKER_FILE} cannot be read: {error!r}"]
+    try:
+        settings = stored_quantization(folder)
+        groups = parse_quantization(folder, settings).config_groups if settings else {}
+    except (OSError, ValueError) as error:
+        return [*problems, str(error)]
     if not groups:
         return [*problems, f"{folder / CONFIG_FILE}: it has no quantization_config, or one without config groups"]
     grid = next((grid for grid in GRIDS.values() if grid.name == about.get("grid")), None)
@@ -263,7 +267,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 def _coverage_problems(folder: Path, packed: Iterable[str], settings: dict[str, Any]) -> Iterator[str]:
     """The module tree that config.json asks for against the tensors and the list of what stayed in float."""
     try:
-        checkpoint = open_checkpoint(folder)
+        checkpoint = open_checkpoint(folder, check_shapes=False)  # each layer's were looked at
         model = StreamedModel.from_checkpoint(checkpoint, torch.device("cpu"), torch.float32)
     except Exception as error:  # transformers raises what it likes at a strange config
         yield f"{folder / CONFIG_FILE}: no model can be made of it ({type(error).__name__}: {error})"

@@ -181,3 +181,15 @@ def test_neither_a_run_nor_an_export(tmp_path, capsys):
         main(["verify", str(tmp_path)])
     assert ended.value.code == 2
     assert "neither a run directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_broken_config_is_named(marked, run_dir, capsys):
+    file = run_dir / "export" / "config.json"
+    file.write_text(file.read_text()[:40])
+    if not marked:
+        (run_dir / "export" / MARKER_FILE).unlink()
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(run_dir / "export")])
+    assert ended.value.code == DAMAGED
+    assert f"bad: {file} is cut off or no JSON" in capsys.readouterr().out

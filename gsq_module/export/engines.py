@@ -6,8 +6,6 @@ are those of export/vllm.py.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +21,12 @@ from torch import Tensor, nn
 
 from gsq_module.export import vllm
 from gsq_module.export.packing import PACK_FORMAT, unpack
-from gsq_module.export.reader import CONFIG_FILE, stored_quantization
+from gsq_module.export.reader import parse_quantization, stored_quantization
+from gsq_module.export.shapes import Misfit, find_misfits, misfit_problems
 from gsq_module.export.vllm import listed
 from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.streaming.checkpoint import Checkpoint
+from gsq_module.streaming.config_file import CONFIG_FILE, read_config
 from gsq_module.streaming.tree import causal_lm_names, meta_model
 
 ROWS = 4096
@@ -60,6 +60,7 @@ class _Export:
         packed: Scheme that the library gives each packed module; None where it gives none.
         in_float: Linears in float: those of the module tree, then those that only the checkpoint holds.
         targeted: Linears and embeddings in float that the library takes to be packed.
+        misfits: Packed modules whose tensors are not of the shapes that their scheme gives them.
         renamed: Module paths in AutoModelForCausalLM's class, where that is another one.
     """
 
@@ -70,6 +71,7 @@ class _Export:
     packed: dict[str, QuantizationScheme | None] = field(default_factory=dict)
     in_float: list[str] = field(default_factory=list)
     targeted: list[str] = field(default_factory=list)
+    misfits: list[Misfit] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -79,6 +81,7 @@ class _Export:
             path = name.removesuffix(".weight_packed")
             if path != name:
                 self.packed[path] = self.scheme_of(path, modules.get(path))
+        self.misfits = find_misfits(self.checkpoint, self.quantization.config_groups, self.packed)
         embedding, head = self.tree.get_input_embeddings(), self.tree.get_output_embeddings()
         for path, module in modules.items():
             if not isinstance(module, (nn.Linear, nn.Embedding)) or path in self.packed:
@@ -105,6 +108,11 @@ class _Export:
         return by_target[found[0]] if found and not is_match(path, module, self.quantization.ignore or []) else None
 
     @property
+    def misfit_problems(self) -> list[str]:
+        """No engine reads tensors of other shapes than it is told."""
+        return misfit_problems(self.checkpoint.directory, self.misfits, self.packed)
+
+    @property
     def groups(self) -> list[QuantizationScheme]:
         return list(self.quantization.config_groups.values())
 
@@ -122,8 +130,7 @@ def check_engines(folder: Path) -> list[Verdict]:
         ValueError: The folder is no quantized checkpoint in the format of compressed-tensors.
         FileNotFoundError: Files are missing.
     """
-    if not (folder / CONFIG_FILE).is_file():
-        raise FileNotFoundError(f"{folder} has no {CONFIG_FILE}: not a checkpoint folder")
+    config = read_config(folder)
     found = stored_quantization(folder)
     if found is None or found.get("quant_method") != DEFAULT_QUANTIZATION_METHOD or found.get("format") != PACK_FORMAT:
         raise ValueError(
@@ -131,8 +138,7 @@ def check_engines(folder: Path) -> list[Verdict]:
             f"{CONFIG_FILE} has {'no quantization_config' if found is None else found.get('quant_method')}. "
             "Name an exported folder: --checkpoint FOLDER"
         )
-    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    quantization = QuantizationConfig.model_validate(found)
+    quantization = parse_quantization(folder, found)
     checkpoint = Checkpoint(folder)
     try:
         export = _Export(config, quantization, checkpoint, meta_model(folder))
@@ -153,7 +159,7 @@ def as_lines(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _transformers(export: _Export) -> Verdict:
-    verdict = Verdict(f"transformers {transformers.__version__}")
+    verdict = Verdict(f"transformers {transformers.__version__}", export.misfit_problems)
     stray = [name for name, scheme in export.packed.items() if scheme is None and _has(export.tree, name)]
     verdict.problems += listed("packed, but taken to be in float (ignore list, targets)", stray)
     verdict.problems += listed("in float, but taken to be packed (not on the ignore list)", export.targeted)
@@ -174,14 +180,11 @@ def _transformers(export: _Export) -> Verdict:
 
 
 def _compressed_tensors(export: _Export) -> Verdict:
-    verdict = Verdict("compressed-tensors")
-    wrong, differing, checked = [], [], set()
+    verdict = Verdict("compressed-tensors", export.misfit_problems)
+    misfits = {misfit.module for misfit in export.misfits}
+    differing, checked = [], set()
     for name, scheme in export.packed.items():
-        if scheme is None:
-            continue
-        problem = _misshapen(export.checkpoint, name, scheme)
-        if problem:
-            wrong.append(f"{name} ({problem})")
+        if scheme is None or name in misfits:
             continue
         kind = (export.groups.index(scheme), name.rpartition(".")[2])
         if kind not in checked:
@@ -190,7 +193,6 @@ def _compressed_tensors(export: _Export) -> Verdict:
                 differing.append(name)
     none = [name for name, scheme in export.packed.items() if scheme is None]
     verdict.problems += listed("packed, but no config group is for them", none)
-    verdict.problems += listed("stored in other shapes than their config group says", wrong)
     verdict.problems += listed("decompressed to other weights than code x scale", differing)
     verdict.notes.append(f"decompression bit for bit code x scale, one layer of each of {len(checked)} kinds")
     return verdict
@@ -199,6 +201,7 @@ def _compressed_tensors(export: _Export) -> Verdict:
 def _vllm(export: _Export) -> Verdict:
     verdict = Verdict("vLLM")
     verdict.problems, verdict.notes = vllm.scheme_problems(export.groups)
+    verdict.problems += export.misfit_problems
     modules = {id(module): path for path, module in export.tree.named_modules()}
     embedding = modules[id(export.tree.get_input_embeddings())]
     head = modules.get(id(export.tree.get_output_embeddings()))
@@ -213,26 +216,6 @@ def _vllm(export: _Export) -> Verdict:
         verdict.notes.append(f"whether it knows the class {architecture} is not known here")
     verdict.notes.append("its rules checked, vLLM itself not run")
     return verdict
-
-
-def _misshapen(checkpoint: Checkpoint, name: str, scheme: QuantizationScheme) -> str | None:
-    """What is wrong with the shapes of a packed module's tensors."""
-    weights = scheme.weights
-    assert weights is not None
-    names = [f"{name}.{part}" for part in PackedQuantizationCompressor.compression_param_names(scheme)]
-    lacking = [part for part in names if part not in checkpoint]
-    if lacking:
-        return f"lacks {', '.join(lacking)}"
-    rows, columns = (int(size) for size in checkpoint.tensor(f"{name}.weight_shape"))
-    group_size = weights.group_size if weights.group_size and weights.group_size > 0 else columns
-    expected = {
-        "weight_packed": (rows, math.ceil(columns * weights.num_bits / 32)),
-        "weight_scale": (rows, columns // group_size),
-    }
-    for part, shape in expected.items():
-        if checkpoint.shape(f"{name}.{part}") != shape or columns % group_size:
-            return f"{part} is {list(checkpoint.shape(f'{name}.{part}'))}, not {list(shape)}"
-    return None
 
 
 def _decompresses_alike(checkpoint: Checkpoint, name: str, scheme: QuantizationScheme) -> bool:

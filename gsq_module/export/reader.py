@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ from compressed_tensors.utils.match import match_targets
 from torch import Tensor, nn
 
 from gsq_module.export.packing import PACK_FORMAT, unpack
+from gsq_module.export.shapes import find_misfits, misfit_problems
+from gsq_module.problems import raise_collected
 from gsq_module.streaming.checkpoint import Checkpoint
+from gsq_module.streaming.config_file import CONFIG_FILE, get_again, read_config
 from gsq_module.streaming.tree import meta_model
-
-CONFIG_FILE = "config.json"
 
 
 class PackedCheckpoint(Checkpoint):
@@ -78,6 +78,14 @@ class PackedCheckpoint(Checkpoint):
             return super().shape(name)
         return tuple(self._stored.tensor(f"{name}_shape").tolist())
 
+    def misfit_problems(self, groups: Mapping[str, QuantizationScheme]) -> list[str]:
+        """Where packed tensors and config.json disagree.
+
+        Args:
+            groups: The schemes by the name of their config group.
+        """
+        return misfit_problems(self.directory, find_misfits(self._stored, groups, self._scheme_of), self._scheme_of)
+
 
 def match_schemes(
     directory: Path, modules: Sequence[str], schemes: Sequence[QuantizationScheme]
@@ -91,26 +99,32 @@ def match_schemes(
     return {name: by_target[match_targets(name, tree.get(name, unknown), by_target)[0]] for name in modules}
 
 
-def open_checkpoint(directory: str | Path) -> Checkpoint:
+def open_checkpoint(directory: str | Path, check_shapes: bool = True) -> Checkpoint:
     """Opens a model in float or an export of ours, whichever the folder holds.
 
     Args:
         directory: A folder with safetensors and a config.json.
+        check_shapes: Whether to compare packed tensors with config.json.
 
     Returns:
         `PackedCheckpoint` where config.json names `pack-quantized` compressed tensors, else `Checkpoint`.
 
     Raises:
-        ValueError: The checkpoint is quantized in another way.
+        ValueError: The checkpoint is quantized in another way, or its packed tensors have other shapes than num_bits
+            and group_size of its config.json say; lists every group of layers.
         FileNotFoundError: As `Checkpoint`.
     """
     found = stored_quantization(directory)
     if found is None:
         return Checkpoint(directory)
     if found.get("quant_method") == DEFAULT_QUANTIZATION_METHOD and found.get("format") == PACK_FORMAT:
-        schemes = list(QuantizationConfig.model_validate(found).config_groups.values())
+        groups = parse_quantization(directory, found).config_groups
+        schemes = list(groups.values())
         if all(isinstance(scheme, QuantizationScheme) and scheme.input_activations is None for scheme in schemes):
-            return PackedCheckpoint(directory, schemes)
+            opened = PackedCheckpoint(directory, schemes)
+            if check_shapes:
+                raise_collected(opened.misfit_problems(groups))
+            return opened
     groups = found.get("config_groups", {})
     raise ValueError(
         f"{directory} is quantized with quant_method {found.get('quant_method')!r}, format {found.get('format')!r}, "
@@ -120,12 +134,36 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 
 
 def stored_quantization(directory: str | Path) -> dict[str, Any] | None:
-    """The `quantization_config` of the folder's config.json, also from its `text_config`; None for a float model."""
-    path = Path(directory) / CONFIG_FILE
-    if not path.is_file():
+    """The `quantization_config` of the folder's config.json, also from its `text_config`; None for a float model.
+
+    Raises:
+        ValueError: The file is broken.
+    """
+    if not (Path(directory) / CONFIG_FILE).is_file():
         return None
-    config = json.loads(path.read_text(encoding="utf-8"))
-    for section in (config, config.get("text_config") or {}):
-        if section.get("quantization_config"):
-            return section["quantization_config"]
+    config = read_config(directory)
+    for section in (config, config.get("text_config")):
+        found = section.get("quantization_config") if isinstance(section, dict) else None
+        if found and not isinstance(found, dict):
+            raise ValueError(
+                f"{Path(directory) / CONFIG_FILE}: quantization_config={found!r} is no JSON object. "
+                f"{get_again(Path(directory))}"
+            )
+        if found:
+            return found
     return None
+
+
+def parse_quantization(directory: str | Path, found: dict[str, Any]) -> QuantizationConfig:
+    """What `stored_quantization` has found, as the library reads it.
+
+    Raises:
+        ValueError: It does not; the library's reasons name keys and values.
+    """
+    try:
+        return QuantizationConfig.model_validate(found)
+    except ValueError as error:
+        file = Path(directory) / CONFIG_FILE
+        raise ValueError(
+            f"{file}: quantization_config cannot be read: {error}\n{get_again(Path(directory))}"
+        ) from error

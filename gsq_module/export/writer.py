@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,11 +15,12 @@ from torch import Tensor
 
 from gsq_module.export.folder import MARKER_FILE, check_destination, replaced_folder
 from gsq_module.export.packing import OuterPart, pack, quantization_config
-from gsq_module.export.reader import CONFIG_FILE, stored_quantization
+from gsq_module.export.reader import stored_quantization
 from gsq_module.export.report import CHECKSUMS, ExportReport, as_text, folder_checksums, report_checksum
 from gsq_module.quantization.grid import Grid, QuantizedWeight
 from gsq_module.storage import StorageError, free_bytes, gigabytes, storing
 from gsq_module.streaming.checkpoint import INDEX_FILE, Checkpoint
+from gsq_module.streaming.config_file import CONFIG_FILE, read_config
 
 COMPANION_SUFFIXES = {".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".md"}
 COMPANION_STEMS = ("LICENSE", "NOTICE", "USE_POLICY", "README")
@@ -67,10 +67,7 @@ def export_checkpoint(
     module_of = {f"{module}.weight": module for module in quantized}
     check_destination(source.directory, destination)
     _check_names(source, module_of, ignore, tied)
-    config_file = source.directory / CONFIG_FILE
-    if not config_file.is_file():
-        raise FileNotFoundError(f"{source.directory} has no {CONFIG_FILE}: the export would not load without it")
-    config = json.loads(config_file.read_text(encoding="utf-8")) | (extra_config or {})
+    config = read_config(source.directory) | (extra_config or {})
     config = _with_rope_theta(config) | {"quantization_config": quantization_config(grid, group_size, ignore, outer)}
     if outer:
         config = _untied(config)

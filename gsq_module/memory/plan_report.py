@@ -9,10 +9,12 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from gsq_module.memory.plan import MemoryPlan, StagePlan
+from gsq_module.memory.plan import CONTEXT_BYTES, MemoryPlan, StagePlan
 from gsq_module.memory.statistics import format_bytes
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+MEANT = {"GiB": 2**10, "MiB": 2**20}
+"""Numbers without unit below these are likely to be meant in it."""
 DEVICES = (1, 2, 4, 8)
 """Numbers of GPUs that the plan compares."""
 
@@ -21,12 +23,19 @@ def parse_bytes(text: str) -> int:
     """`12GiB`, `11.94 GiB`, `12G`, `8192MiB` or a plain number of bytes; units are binary.
 
     Raises:
-        ValueError: Anything else.
+        ValueError: Anything else; or a number without unit that is no memory of a device in bytes.
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?B)?\s*", text, re.IGNORECASE)
     if match is None:
         raise ValueError(f"--memory={text!r}: give a size such as 12GiB or 11.94GiB")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    number = float(match[1])
+    if not match[2] and not match[3] and number < CONTEXT_BYTES:
+        meant = next((unit for unit, limit in MEANT.items() if number < limit), "KiB")
+        raise ValueError(
+            f"--memory={text!r}: without a unit these are bytes, and fewer than a CUDA context takes. "
+            f"Give the unit: {match[1]}{meant} (or {match[1]}B, if bytes are meant)"
+        )
+    return int(number * UNITS[match[2].upper()])
 
 
 def label(stage: StagePlan) -> str:

@@ -11,5 +11,5 @@ if len(sys.argv) != 2:
     sys.exit(__doc__)
 try:
     print(write_report(Path(sys.argv[1])))
-except FileNotFoundError as error:
+except (FileNotFoundError, ValueError) as error:
     sys.exit(f"error: {error}")

@@ -118,6 +118,7 @@ def write_report(run_dir: Path) -> Path:
 
     Raises:
         FileNotFoundError: No finished run is in the folder.
+        ValueError: Its summary.json is broken.
     """
     record = Record.of(run_dir)
     return write_page(run_dir, record, draw(record))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +9,33 @@ import torch
 import transformers
 from torch import nn
 
+from gsq_module.streaming.config_file import CONFIG_FILE, get_again, read_config
+
 
 def meta_model(directory: Path) -> nn.Module:
     """The module tree of a checkpoint folder on the meta device, in the class its config.json names.
 
     Raises:
         FileNotFoundError: No config.json.
-        ValueError: transformers does not know the model's type.
+        ValueError: It is broken, or transformers does not know the model's type.
     """
-    config_file = directory / "config.json"
-    if not config_file.is_file():
-        raise FileNotFoundError(f"{directory} has no config.json: not a checkpoint folder of transformers")
+    file, model_type = directory / CONFIG_FILE, read_config(directory)["model_type"]
     try:
-        config = transformers.AutoConfig.from_pretrained(directory)
-    except (ValueError, KeyError) as error:
-        model_type = json.loads(config_file.read_text()).get("model_type")
+        return _build(transformers.AutoConfig.from_pretrained(directory))
+    except Exception as error:  # transformers raises what it likes at a strange config
+        if model_type not in transformers.CONFIG_MAPPING:
+            raise ValueError(
+                f"{file}: transformers {transformers.__version__} does not know model_type {model_type!r}; "
+                "a newer one may: pip install --upgrade transformers"
+            ) from error
         raise ValueError(
-            f"{config_file}: transformers {transformers.__version__} does not know model_type {model_type!r}; "
-            "a newer one may: pip install --upgrade transformers"
+            f"{file}: transformers {transformers.__version__} makes no model of it "
+            f"({type(error).__name__}: {error}). {get_again(directory)}"
         ) from error
+
+
+def _build(config: Any) -> nn.Module:
+    """The module tree of a configuration; on the meta device."""
     # An exported checkpoint is read dense (export/reader.py): its quantization must not shape the module tree.
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from toy_models import family, save
 
 from gsq_module.streaming.module_weights import ModuleWeights
 
@@ -174,12 +175,39 @@ class TestWithTheModelsGeometry:
         assert "data.calibration (train_samples=1000" in error
         assert "16,128" in error  # (1000 + 4 + 4) x 16 tokens
 
+    @pytest.mark.parametrize(
+        "command", [("fit",), ("plan", "--memory", "12GiB"), ("evaluate", "--checkpoint", "original")]
+    )
+    def test_a_config_that_is_cut_off_is_named(self, toy, run_cli, tmp_path: Path, command: tuple[str, ...]) -> None:
+        broken = Path(shutil.copytree(toy.model, tmp_path / "broken"))
+        file = broken / "config.json"
+        file.write_text(file.read_text()[:40])
+        run = (*command, "--config", toy.recipe, "--run_dir", tmp_path / "run", "--model.path", broken)
+        error = self.refused(run_cli(*run))
+        assert f"{file} is cut off or no JSON" in error
+        assert "Next: " in error
+
     def test_a_model_without_tokenizer_says_so(self, toy, run_cli, tmp_path: Path) -> None:
         bare = Path(shutil.copytree(toy.model, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*")))
         run = ("fit", "--config", toy.recipe, "--run_dir", tmp_path / "run")
         error = self.refused(run_cli(*run, "--model.path", bare))
         assert f"the tokenizer of {bare}" in error
         assert "tokenizer.json" in error
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen2", "gemma3"])
+@pytest.mark.parametrize("command", ["fit", "evaluate --checkpoint original"])
+def test_a_tokenizer_that_transformers_makes_up_is_none(toy, run_cli, tmp_path: Path, name: str, command: str) -> None:
+    """Of these families it needs no file for one, which then turns every text into nothing."""
+    bare = save(family(name, num_hidden_layers=1), tmp_path / "bare")
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    run = (*command.split(), "--config", toy.recipe, "--run_dir", tmp_path / "run")
+    outcome = run_cli(*run, "--model.path", bare)
+    assert outcome.status == 2
+    assert f"the tokenizer of {bare} is missing" in outcome.error
+    assert "tokenizer.json" in outcome.error
+    assert "too little text" not in outcome.error
 
 
 def test_the_run_directory_says_what_the_run_was(finished_toy) -> None:

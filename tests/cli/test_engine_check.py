@@ -46,6 +46,24 @@ def test_a_folder_that_is_named(toy, toy_run: Path, tmp_path: Path, run_cli) -> 
     assert "model.layers.0.self_attn.k_proj" in outcome.out
 
 
+@pytest.mark.parametrize("options", ["--check true", "--compare false", "--whole_model true"])
+def test_bits_that_are_not_those_of_the_tensors(toy, toy_run: Path, run_cli, options: str) -> None:
+    file = toy_run / "export" / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 3
+    file.write_text(json.dumps(config))
+    outcome = run_cli("evaluate", "--config", toy.recipe, "--run_dir", toy_run, *options.split())
+    if "check" in options:
+        assert [verdict.loads for verdict in outcome.cli.engines] == [False, False, False]
+        assert outcome.status == 0
+    else:
+        assert outcome.status == 2
+        assert "Traceback" not in outcome.err
+    said = outcome.out if "check" in options else outcome.error
+    assert f"config_groups.group_0.weights.num_bits=3 in {file}, but stored with num_bits 2" in said
+    assert "Next: set config_groups.group_0.weights.num_bits to 2" in said
+
+
 def test_a_model_in_float_is_no_export(toy, toy_run: Path, run_cli) -> None:
     outcome = run_cli(
         *("evaluate", "--config", toy.recipe, "--run_dir", toy_run, "--check", "true", "--checkpoint", toy.model)

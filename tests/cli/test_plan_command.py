@@ -157,6 +157,12 @@ class TestCommand:
         assert "--memory='12Gigs'" in outcome.error
         assert "12GiB" in outcome.error
 
+    def test_a_number_that_lacks_its_unit_is_refused(self, toy, run_cli) -> None:
+        outcome = run_cli("plan", "--config", toy.recipe, "--memory", "12")
+        assert outcome.status == 2
+        assert "--memory='12'" in outcome.error
+        assert "12GiB" in outcome.error
+
     def test_a_folder_without_config_is_refused(self, toy, run_cli, tmp_path: Path) -> None:
         outcome = run_cli("plan", "--config", toy.recipe, "--model.path", tmp_path, "--memory", "12GiB")
         assert outcome.status == 2

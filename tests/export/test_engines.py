@@ -16,6 +16,7 @@ from toy_models import family, open_streamed, save
 from gsq_module.coverage import measure_coverage
 from gsq_module.export import engines, vllm
 from gsq_module.export.engines import check_engines
+from gsq_module.export.reader import open_checkpoint
 from gsq_module.export.writer import export_checkpoint
 from gsq_module.module import GSQModule
 from gsq_module.quantization.grid import GRIDS
@@ -156,6 +157,41 @@ def test_a_scale_too_few_and_a_tensor_that_is_missing(export: Export) -> None:
     assert "down_proj (weight_scale is [64, 3], not [64, 4])" in problems["compressed-tensors"]
     assert "gate_proj (lacks model.layers.1.mlp.gate_proj.weight_scale)" in problems["compressed-tensors"]
     assert "not in the folder: model.norm.weight" in problems["transformers"]
+
+
+@pytest.mark.parametrize(("key", "wrong", "right"), [("num_bits", 3, 2), ("num_bits", 4, 2), ("group_size", 64, GROUP)])
+def test_a_value_of_the_config_that_does_not_fit_the_tensors(key: str, wrong: int, right: int, export: Export) -> None:
+    """No engine loads it, and nothing computes with it: key, value, what would be right, next step."""
+    export.configure(lambda config: config["config_groups"]["group_0"]["weights"].update({key: wrong}))
+    problems = export.problems()
+    assert set(problems) == {"transformers", "compressed-tensors", "vLLM"}
+    with pytest.raises(ValueError, match="config_groups") as caught:
+        open_checkpoint(export.folder)
+    setting = f"config_groups.group_0.weights.{key}"
+    for text in (*problems.values(), str(caught.value)):
+        assert f"{setting}={wrong} in {export.folder / 'config.json'}, but stored with {key} {right}" in text
+        assert "model.layers.0.self_attn.q_proj (weight_" in text
+        assert f"Next: set {setting} to {right}, or write the export again" in text
+    open_checkpoint(export.folder, check_shapes=False)
+
+
+def test_what_is_damaged_itself_is_not_blamed_on_the_config(export: Export) -> None:
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        for layer, kind in (("up_proj", "weight_packed"), ("down_proj", "weight_scale")):
+            name = f"model.layers.0.mlp.{layer}.{kind}"
+            tensors[name] = tensors[name][1:].contiguous()
+        del tensors["model.layers.1.mlp.gate_proj.weight_shape"]
+
+    export.store(damage)
+    with pytest.raises(ValueError, match="no num_bits fits the tensors") as caught:
+        open_checkpoint(export.folder)
+    scale, packed, missing = sorted(str(caught.value).splitlines())
+    assert "no group_size fits the tensors" in scale
+    assert "down_proj (weight_scale is [63, 4], not [64, 4])" in scale
+    assert "up_proj (weight_packed is [127, 4], not [128, 4])" in packed
+    assert "gate_proj (lacks model.layers.1.mlp.gate_proj.weight_shape)" in missing
+    for line in (scale, packed, missing):
+        assert line.endswith("Next: write the export again: recipes/run.py export --config RECIPE")
 
 
 def test_decompression_that_differs_in_one_bit(export: Export, monkeypatch: pytest.MonkeyPatch) -> None:

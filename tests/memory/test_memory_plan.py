@@ -385,11 +385,22 @@ class TestReport:
         ("text", "nbytes"),
         [
             ("12GiB", 12 * GIB), ("11.94 GiB", int(11.94 * GIB)), (" 12G ", 12 * GIB), ("12gb", 12 * GIB),
-            ("8192MiB", 8 * GIB), ("0.5T", 512 * GIB), ("4k", 4096), ("1000000", 1_000_000), ("512 B", 512), ("0", 0),
+            ("8192MiB", 8 * GIB), ("0.5T", 512 * GIB), ("4k", 4096), ("8000000000", 8_000_000_000),
+            ("512 B", 512), ("0B", 0),
         ],
     )  # fmt: skip
     def test_sizes_are_read(self, text, nbytes):
         assert parse_bytes(text) == nbytes
+
+    @pytest.mark.parametrize(
+        ("text", "meant"),
+        [("12", "12GiB"), (" 11.94 ", "11.94GiB"), ("12288", "12288MiB"), ("12582912", "12582912KiB"), ("0", "0GiB")],
+    )
+    def test_a_number_that_lacks_its_unit_is_refused(self, text, meant):
+        with pytest.raises(ValueError, match="without a unit") as caught:
+            parse_bytes(text)
+        assert f"--memory={text!r}" in str(caught.value)
+        assert f"Give the unit: {meant} (or {text.strip()}B" in str(caught.value)
 
     @pytest.mark.parametrize("text", ["", "GiB", "12 Gigs", "-1GiB", "1e9", "12,5G", "nan", "12G 3", "0x10", "12.G"])
     def test_other_texts_are_refused_with_an_example(self, text):

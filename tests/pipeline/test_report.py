@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import runpy
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -89,7 +90,7 @@ def test_loss_curves_are_cut_where_units_end(finished):
 
 
 def test_a_run_on_a_gpu_shows_its_memory(finished, tmp_path):
-    """Of a record as a GPU leaves it; a resumed run goes on where the first stopped."""
+    """Of a record as a GPU leaves it, its log cut off; what another logger has written beside it is not the run's."""
     summary = summary_of(finished)
     summary["peak_memory"]["device_bytes_by_stage"] = {"refine": 5 << 30, "capture": 2 << 30}
     summary["peak_memory"]["predicted_bytes_by_stage"] = {"refine": 6 << 30, "capture": 2 << 30, "reload": 1 << 30}
@@ -97,13 +98,12 @@ def test_a_run_on_a_gpu_shows_its_memory(finished, tmp_path):
     for version in (0, 1):
         (tmp_path / "metrics" / f"version_{version}").mkdir(parents=True)
         rows = [f"{step},{4 + step / 10},{5 + step / 10}" for step in range(0, 100, 10)]
-        text = "\n".join(["step,memory/allocated_gib,memory/peak_allocated_gib", *rows])
+        text = "\n".join(["step,memory/allocated_gib,memory/peak_allocated_gib", *rows, "100,4."])
         (tmp_path / "metrics" / f"version_{version}" / "metrics.csv").write_text(text)
     page = Page(write_report(tmp_path))
     assert set(page.pictures) >= ON_A_GPU
     steps, _ = Record.of(tmp_path).series("memory/allocated_gib")
-    assert steps == sorted(steps)
-    assert steps[-1] == 180
+    assert steps == list(range(0, 100, 10)), "each step once, whichever session has logged it"
 
 
 def test_embedding_head_and_final_pass_are_shown(finished, tmp_path):
@@ -147,3 +147,34 @@ def test_it_can_be_written_again(finished, tmp_path):
     failed = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False)
     assert failed.returncode == 1
     assert "Run fit first" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("", "is empty, cut off or no JSON"),
+        ('{"units": [', "is empty, cut off or no JSON"),
+        ("{}", "perplexity_by_text"),
+        ("[]", "perplexity_by_text"),
+        ('{"accuracy": 0.9, "seconds": 3}', "seconds.total"),
+    ],
+)
+def test_a_summary_that_is_none_is_named(content, what, tmp_path, monkeypatch):
+    file = tmp_path / "summary.json"
+    file.write_text(content)
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("gsq_module.report", run_name="__main__")
+    message = str(ended.value.code)
+    assert message.startswith(f"error: {file} is ")
+    assert what in message
+    assert "Next: the same fit again" in message
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_summary_of_another_shape_is_named(finished, tmp_path):
+    summary = summary_of(finished) | {"units": 3}
+    del summary["peak_memory"]["host_bytes"]
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(ValueError, match=r"not the summary of a run: units, peak_memory\.host_bytes missing"):
+        write_report(tmp_path)

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from toy_models import family, open_streamed, save, tokenizer
 
 from gsq_module.coverage import check_geometry
+from gsq_module.export.engines import check_engines
+from gsq_module.export.reader import open_checkpoint
 from gsq_module.module import GSQModule
 from gsq_module.streaming.checkpoint import Checkpoint
 from gsq_module.streaming.tree import meta_model
@@ -123,11 +125,55 @@ def test_dtype_is_that_of_most_tensors(single):
     assert Checkpoint(single).dtype() == torch.float16
 
 
-@pytest.mark.parametrize("content", [{}, {"model_type": "of_tomorrow"}], ids=["no model_type", "unknown model_type"])
-def test_unknown_model_type(content, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=rf"does not know model_type {content.get('model_type')!r}"):
+def test_unknown_model_type(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_tomorrow"}))
+    with pytest.raises(ValueError, match="does not know model_type 'of_tomorrow'"):
         meta_model(tmp_path)
+
+
+@pytest.mark.parametrize("read", [meta_model, open_checkpoint, check_engines])
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ('{"model_type": "lla', "is cut off or no JSON"),
+        ("", "is cut off or no JSON"),
+        ("\xff\xfe", "is cut off or no JSON"),
+        ("[1]", "holds no JSON object, but list"),
+        ("{}", "model_type=None names no architecture"),
+        ('{"model_type": ["llama"]}', r"model_type=\['llama'\] names no architecture"),
+    ],
+)
+def test_a_broken_config_is_named_with_the_next_step(content, what, read, tmp_path):
+    # The folder's name must not stand in for the type, as it does for transformers.
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=what) as caught:
+        read(folder)
+    assert str(folder / "config.json") in str(caught.value)
+    assert "Next: get it again" in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", "wide"), ("num_attention_heads", 0), ("hidden_act", "no")])
+def test_a_value_that_makes_no_model_names_the_file(key, value, single):
+    file = single / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(ValueError, match="makes no model of it") as caught:
+        meta_model(single)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("found", ["2 bits", {"quant_method": "compressed-tensors", "format": "pack-quantized"}])
+def test_a_quantization_config_that_cannot_be_read_names_the_file(found, single):
+    file = single / "config.json"
+    if isinstance(found, dict):
+        found["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": "two"}}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": found}))
+    for read in (open_checkpoint, check_engines):
+        with pytest.raises(ValueError, match="quantization_config") as caught:
+            read(single)
+        assert str(file) in str(caught.value)
+        assert "Next: " in str(caught.value)
 
 
 def test_folder_without_config(tmp_path):
