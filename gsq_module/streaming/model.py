@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gsq_module.problems import UserError
 from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.streaming.activations import ActivationStore, batches
 from gsq_module.streaming.calls import BlockCall
@@ -173,7 +174,7 @@ class StreamedModel:
         for index, (call, other) in enumerate(zip(calls, others, strict=True)):
             for a, b in zip(call.tensors(), other.tensors(), strict=True):
                 if a.shape != b.shape or not torch.equal(a, b):
-                    raise ValueError(
+                    raise UserError(
                         f"{self.block_name(index)} is called with tensors that depend on the tokens "
                         "(per-layer embeddings?): its model cannot be streamed block by block"
                     )
