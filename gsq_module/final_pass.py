@@ -115,7 +115,8 @@ def train_scales(
         other.model.requires_grad_(False)
         module = ScaleTuning(student, scaled, teacher, settings, steps, trainer.global_step)
         before = module.measure(data.val_dataloader(), device)
-        fit_steps(trainer, module, data, steps)
+        # The measurements before and after are its validation: a loader of those rows would have nothing to do.
+        fit_steps(trainer, module, steps, train_dataloaders=data.train_dataloader())
         trained = {name: linear.hardened() for name, linear in scaled.items()}
         for name, linear in scaled.items():
             linear.place(trained[name])
