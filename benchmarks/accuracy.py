@@ -29,11 +29,12 @@ import yaml
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from accuracy_job import METHODS  # noqa: E402
+from accuracy_job import METHODS, check_job  # noqa: E402
 from accuracy_table import BITS, Row, document, read_rows  # noqa: E402
 from accuracy_texts import options as text_options  # noqa: E402
 from accuracy_texts import write_texts  # noqa: E402
 
+from gsq_module.cli import user_errors  # noqa: E402
 from gsq_module.streaming import source  # noqa: E402
 
 
@@ -175,17 +176,24 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     options, overrides = parser.parse_known_args(arguments)
     if options.processes < 1:
         parser.error(f"--processes {options.processes}: 1 or more")
+    if not options.config.is_file():
+        parser.error(f"--config {options.config}: there is no such file. Recipes are in {HERE.parent / 'recipes'}")
     return options, overrides
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where a run failed."""
+    """Returns the exit status: 1 where a run failed. What a user can mend ends it with status 2 before any run."""
     deadline = time.monotonic()
     options, overrides = parse(arguments)
     deadline += options.minutes * 60
-    write_texts(options.out / "texts")
-    shared = [f"--config={options.config}", *text_options(options.out / "texts")]
-    shared += [*model_options(options.config, overrides, options.out / "model"), *overrides]
+    texts = text_options(options.out / "texts")
+    given = [f"--config={options.config}", *texts, *overrides]
+    for method in options.methods:
+        check_job(method, given, options.out / "jobs" / method)
+    with user_errors():
+        write_texts(options.out / "texts")
+        model = model_options(options.config, overrides, options.out / "model")
+    shared = [f"--config={options.config}", *texts, *model, *overrides]
     changes = changes_of(overrides)
     budget = budget_of(options.config, changes)
     jobs = [
@@ -209,4 +217,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    words = sys.argv[1:]
+    del sys.argv[1:]  # LightningCLI warns of arguments beside its own
+    sys.exit(main(words))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +13,12 @@ from typing import Any
 from published import PublishedRefiner
 
 from gsq_module import cli
+from gsq_module.data.module import CalibrationData
+from gsq_module.module import GSQModule
+from gsq_module.recipe_checks import check_recipe
 from gsq_module.recipe_run import Run
+from gsq_module.run_directory import RunDirectory
+from gsq_module.strategies import register_strategies
 
 ALONE = {"model.measure_initial": False, "model.final_pass.epochs": 0}
 UNSIGNED = ALONE | {"model.signed_scales": False, "model.target": "original_unit"}
@@ -53,6 +59,36 @@ class PublishedCLI(cli.GSQCLI):
         return run
 
 
+class CheckCLI(cli.GSQCLI):
+    """The product's command line as far as the checks that need neither texts nor weights."""
+
+    def fit(self, model: GSQModule, datamodule: CalibrationData) -> None:
+        with cli.user_errors():
+            directory = RunDirectory(self._run_dir, None)
+            check_recipe(self.trainer, model, datamodule, directory, texts=False)
+
+
+def check_job(method: str, options: list[str], run_dir: Path) -> None:
+    """Refuse keys and values of the recipe that a job would be refused for; nothing is loaded or written.
+
+    Args:
+        method: One of METHODS.
+        options: As those of `run_job`.
+        run_dir: Likewise.
+
+    Raises:
+        SystemExit: With status 2, the message is on stderr.
+    """
+    register_strategies()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)  # a line a device
+    quiet = ("--trainer.logger=false", "--seed_everything=false")
+    CheckCLI(["fit", *options, *_changes(method), f"--run_dir={run_dir}", *quiet])
+
+
+def _changes(method: str) -> list[str]:
+    return [f"--{key}={value}" for key, value in METHODS[method].items()]
+
+
 def run_job(method: str, options: list[str], run_dir: Path) -> dict[str, Any]:
     """Fit, and take the figures from the summary.
 
@@ -62,10 +98,9 @@ def run_job(method: str, options: list[str], run_dir: Path) -> dict[str, Any]:
         run_dir: Folder of the run, which is resumed where it is there.
     """
     resumed = any(run_dir.glob("units/*.safetensors"))
-    changes = [f"--{key}={value}" for key, value in METHODS[method].items()]
     if method.startswith("published"):
         cli.GSQCLI = PublishedCLI  # type: ignore[misc]
-    cli.main(["fit", *options, *changes, f"--run_dir={run_dir}", "--reload_max_gib=0"])
+    cli.main(["fit", *options, *_changes(method), f"--run_dir={run_dir}", "--reload_max_gib=0"])
     summary = json.loads((run_dir / "summary.json").read_text())
     figures = {
         name: {text: {model: values[model] for model in values} for text, values in summary[f"{name}_by_text"].items()}

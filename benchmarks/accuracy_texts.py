@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from gsq_module.data import PythonTopics, Speeches, TextSource, WikipediaArticles
+from gsq_module.problems import raise_collected
 
 CALIBRATION = "speeches_before_1982"
 TEXTS: dict[str, TextSource] = {
@@ -18,10 +19,19 @@ TEXTS: dict[str, TextSource] = {
 
 
 def write_texts(folder: Path) -> None:
-    """Write those that are missing, one document a line."""
+    """Write those that are missing, one document a line.
+
+    Raises:
+        UserError: Packages that they come in are not installed; lists all of them.
+    """
     missing = {name: source for name, source in TEXTS.items() if not _file(folder, name).is_file()}
+    problems = []
     for source in missing.values():
-        source.check()
+        try:
+            source.check()
+        except FileNotFoundError as error:
+            problems.append(str(error))
+    raise_collected(problems)
     folder.mkdir(parents=True, exist_ok=True)
     for name, source in missing.items():
         print(f"writing {_file(folder, name)}", flush=True)

@@ -24,6 +24,7 @@ from gsq_module.memory.remedies import MemoryPlan
 from gsq_module.memory.report import MemoryReport, build_report
 from gsq_module.memory.stages import Stage, StageListener
 from gsq_module.memory.statistics import DeviceMemory
+from gsq_module.problems import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,8 @@ class OOMReport(Callback, StageListener):
             state = read_device_state(place.device)
             setting = ask(setting_in_force, None)
             verdict, cause = find_cause(error, Evidence(state.free, state.total, setting))
-            if verdict.kind is Kind.OTHER or remembered(cause) is not None:
+            # The text of a UserError says all there is to say.
+            if verdict.kind is Kind.OTHER or remembered(cause) is not None or isinstance(cause, UserError):
                 return
             if in_fit and self.retry_follows and verdict.kind is Kind.DEVICE_MEMORY:
                 return

@@ -13,7 +13,8 @@ from torch import Tensor, is_tensor, nn
 from gsq_module import ranks
 from gsq_module.data.samples import Samples
 from gsq_module.module import GSQModule
-from gsq_module.quantization.hessian import Hessian
+from gsq_module.problems import NumericalError
+from gsq_module.quantization.hessian import Hessian, numerical_advice
 from gsq_module.streaming.activations import ActivationStore, Stores
 from gsq_module.streaming.calls import BlockCall
 from gsq_module.streaming.model import StreamedModel
@@ -129,9 +130,8 @@ class BlockPasses:
         squares, count = ranks.all_reduce_(power)
         mean = float(squares / count)
         if not mean < float("inf"):
-            raise ValueError(
-                f"{unit.name}: its target is not finite (mean square {mean}); "
-                "where the model computes in float16, use --model.dtype bfloat16 or float32"
+            raise NumericalError(
+                f"{unit.name}: its target is not finite (mean square {mean}): {numerical_advice(self.model.dtype)}"
             )
         if self.recipe.targets == "recomputed":
             sources += goals

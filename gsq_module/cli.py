@@ -31,13 +31,15 @@ from gsq_module import (
 from gsq_module.data.module import CalibrationData
 from gsq_module.memory.allocator import apply_policy
 from gsq_module.memory.oom import exit_code_of
+from gsq_module.memory.stages import StageClock
 from gsq_module.module import GSQModule
 from gsq_module.nccl import NCCL
+from gsq_module.problems import NumericalError, UserError
 from gsq_module.recipe_checks import check_recipe, start_loggers
 from gsq_module.recipe_run import Run
 from gsq_module.run_directory import RunDirectory
 from gsq_module.run_lock import locked
-from gsq_module.storage import FULL, StorageError, storing
+from gsq_module.storage import FULL, storing
 from gsq_module.strategies import register_strategies
 from gsq_module.subcommands import USAGE, RecipeParser, RecipeTrainer
 from gsq_module.tasks import check_tasks
@@ -169,7 +171,9 @@ class GSQCLI(LightningCLI):
                         fields[fingerprint.DATA] = fingerprint.data_identity(*rows)
                         run.directory.identify(fields)
                         space.check_space(run, opened)
-            with user_errors(StorageError), storing(run.directory.path, of=FULL), run.report.watching():
+            # Of other ValueErrors, a library's or a slip of ours, the traceback is wanted.
+            known = (UserError, FileNotFoundError, MisconfigurationException)
+            with user_errors(*known, clock=run.clock), storing(run.directory.path, of=FULL), run.report.watching():
                 self.summary = commands.fit(run, opened, self.began)
 
     def export(self, model: GSQModule, datamodule: CalibrationData) -> None:
@@ -244,18 +248,20 @@ class GSQCLI(LightningCLI):
 
 
 @contextmanager
-def user_errors(*types: type[Exception]):
-    """Show what a user can mend as a message, not a traceback, and exit with status 2.
+def user_errors(*types: type[Exception], clock: StageClock | None = None):
+    """Show what a user can mend as a message, not a traceback, and exit with status 2, or that of numerical errors.
 
     Args:
         types: Exceptions that mean such; without any, those of checks before a run.
+        clock: Of the run, which knows the stage that it happened in.
     """
     types = types or (ValueError, FileNotFoundError, MisconfigurationException)
     try:
         yield
     except types as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(USER_ERROR) from error
+        place = f"{clock.failed}: " if clock is not None and clock.failed is not None else ""
+        print(f"error: {place}{error}", file=sys.stderr)
+        raise SystemExit(exit_code_of(error) if isinstance(error, NumericalError) else USER_ERROR) from error
 
 
 def _exit_status(error: BaseException) -> int:

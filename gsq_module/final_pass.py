@@ -78,8 +78,10 @@ def train_scales(
     data: CalibrationData,
     samples: Samples,
     model: StreamedModel,
+    other: StreamedModel,
     weights: Mapping[str, QuantizedWeight],
     outer: Mapping[str, QuantizedWeight],
+    steps: int,
 ) -> tuple[TunedScales, dict[str, QuantizedWeight]]:
     """Train the scales on the calibration rows.
 
@@ -89,16 +91,16 @@ def train_scales(
         data: Its loaders are used.
         samples: Rows of this rank.
         model: The original; nothing of it is loaded.
+        other: Another tree of the same checkpoint, likewise; it becomes the quantized model.
         weights: Codes and scales of the blocks' linears by module path.
         outer: The same of embedding and head, where they are quantized; these stay as they are.
+        steps: Optimizer steps.
 
     Returns:
         What came of it, and the weights with the better scales, in host memory.
     """
     began = time.perf_counter()
     device = model.device
-    other = StreamedModel.from_checkpoint(model.checkpoint, device, model.dtype)
-    steps = settings.epochs * data.steps_per_epoch
     train, validation = (
         TokenRows(samples.tokens[part.start : part.stop], total, device)
         for part, total in zip(samples.fitted, samples.totals, strict=True)
@@ -115,7 +117,8 @@ def train_scales(
         other.model.requires_grad_(False)
         module = ScaleTuning(student, scaled, teacher, settings, steps, trainer.global_step)
         before = module.measure(data.val_dataloader(), device)
-        fit_steps(trainer, module, data, steps)
+        # The measurements before and after are its validation: a loader of those rows would have nothing to do.
+        fit_steps(trainer, module, steps, train_dataloaders=data.train_dataloader())
         trained = {name: linear.hardened() for name, linear in scaled.items()}
         for name, linear in scaled.items():
             linear.place(trained[name])

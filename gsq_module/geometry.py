@@ -33,6 +33,15 @@ def count_blocks(model: StreamedModel, recipe: GSQModule) -> int:
     return min(recipe.num_blocks or model.num_blocks, model.num_blocks)
 
 
+def kinds_of_blocks(model: StreamedModel, count: int) -> list[list[int]]:
+    """The first `count` blocks by kind: those with equal names and shapes of their weights are of a kind."""
+    kinds: dict[tuple, list[int]] = {}
+    for index in range(count):
+        shapes = tuple((name, tuple(value.shape)) for name, value in model.blocks[index].named_parameters())
+        kinds.setdefault(shapes, []).append(index)
+    return list(kinds.values())
+
+
 def find_units(model: StreamedModel, index: int, recipe: GSQModule) -> list[Unit]:
     """The units of a block that the recipe quantizes, in its order."""
     return [find_unit(model.blocks[index], model.block_name(index), kind, recipe.ignore) for kind in recipe.units]

@@ -19,7 +19,7 @@ from gsq_module import ranks
 from gsq_module.export.packing import OuterPart
 from gsq_module.memory.sizes import ROW_CHUNK_WEIGHTS
 from gsq_module.module import GSQModule
-from gsq_module.quantization.gptq import factorize, solve
+from gsq_module.quantization.gptq import check_weight, factorize, solve
 from gsq_module.quantization.grid import OUTER_GRIDS, QuantizedWeight
 from gsq_module.quantization.hessian import Hessian
 from gsq_module.quantization.scales import round_to_nearest
@@ -214,8 +214,7 @@ class OuterQuantizer:
             """Of each row, weighed. Summed in float32: in float64 the whole chunk would be copied."""
             return (matrix if moment is None else matrix @ moment).mul_(matrix).sum(1).double()
 
-        if not bool(torch.isfinite(weight).all()):
-            raise ValueError(f"{part.module}: the checkpoint's weight is not finite")
+        check_weight(part.module, weight)
         rounded, solved = quantize(weight)
         weight = weight.float()
         errors = squares(rounded.dequantize().float().sub_(weight))

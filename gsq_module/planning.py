@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gsq_module.data.module import CalibrationData
-from gsq_module.geometry import count_blocks, find_units
+from gsq_module.geometry import count_blocks, find_units, kinds_of_blocks
 from gsq_module.memory.allocator import setting_in_force
 from gsq_module.memory.plan import MemoryPlan
 from gsq_module.memory.sizes import BlockShape, Job, OuterShape, UnitShape
@@ -123,6 +123,7 @@ def _job(
         world_size=world_size,
         strategy=strategy,
         model_bytes=all_bytes,
+        whole_bytes=itemsize * _numel(map(model.model.get_submodule, model.all_paths())),
         final_pass=recipe.final_pass.epochs > 0,
         reload=all_bytes <= reload_max_gib * 2**30,
         float_bytes=all_bytes // itemsize * model.checkpoint.dtype().itemsize,
@@ -139,18 +140,14 @@ def _numel(modules: Iterable[nn.Module]) -> int:
 
 
 def _blocks(model: StreamedModel, recipe: GSQModule, job: Job) -> tuple[BlockShape, ...]:
-    """Each kind of block once: those with equal names and shapes of their weights are of a kind."""
-    kinds: dict[tuple, list[int]] = {}
-    for index in range(count_blocks(model, recipe)):
-        shapes = tuple((name, tuple(value.shape)) for name, value in model.blocks[index].named_parameters())
-        kinds.setdefault(shapes, []).append(index)
+    """Each kind of block once."""
     sizes = {job.forward_batch, job.microbatch}
     # On real tensors: where it is traced, transformers makes attention masks that a run does without.
     calls = {size: model.record_shapes(torch.zeros(size, job.seq_len, dtype=torch.int64)) for size in sizes}
     found = []
     # Not fake are those calls, and buffers of the tree on the meta device.
     with FakeTensorMode(allow_non_fake_inputs=True), torch_path():
-        for indices in kinds.values():
+        for indices in kinds_of_blocks(model, count_blocks(model, recipe)):
             here = {size: calls[size][indices[0]] for size in sizes}
             found.append(_measure(model, recipe, job, tuple(indices), here))
     return tuple(found)

@@ -115,7 +115,7 @@ class UnitRefiner:
         # Lightning's own DDP, which a recipe may name by its class, reduces by hooks on the gradients.
         in_place = isinstance(self.trainer.strategy, (SingleDeviceStrategy, RelaxedDDPStrategy))
         with accumulating_in_place(problem.student.modules() if in_place else ()):
-            fit_steps(self.trainer, module, data, problem.total_steps)
+            fit_steps(self.trainer, module, problem.total_steps, datamodule=data)
         refined = module.refined
         refined_error = module.hard_error(refined, data.val_dataloader(), device)
         changed = sum(int((refined[name].codes != start.codes).sum()) for name, start in problem.initial.items())
@@ -161,15 +161,21 @@ class UnitRefiner:
             setattr(loop.epoch_progress.current, count, epochs)
 
 
-def fit_steps(trainer: Trainer, module: LightningModule, data: CalibrationData, steps: int) -> None:
+def fit_steps(trainer: Trainer, module: LightningModule, steps: int, **loaders: Any) -> None:
     """Run the Trainer for `steps` optimizer steps more, and let go of what the fit leaves behind.
+
+    Args:
+        trainer: The one Trainer.
+        module: What is trained.
+        steps: How many.
+        loaders: As `Trainer.fit` takes them.
 
     Lightning trains 0 steps, without an exception, when a Trainer that has reached its limit is fitted again. The
     attribute set here is internal to Lightning: pyproject.toml pins the minor version, and a test watches it.
     """
     before = trainer.global_step
     trainer.fit_loop.epoch_loop.max_steps = before + steps
-    trainer.fit(module, datamodule=data)
+    trainer.fit(module, **loaders)
     if trainer.interrupted:
         raise KeyboardInterrupt
     assert trainer.global_step == before + steps, (before, steps, trainer.global_step)

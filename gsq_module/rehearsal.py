@@ -25,7 +25,8 @@ from gsq_module.outer import OuterQuantizer
 from gsq_module.pipeline import BlockLoop
 from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.refinement import UnitRefiner
-from gsq_module.rehearsal_times import Evaluation, RehearsalTimes, now
+from gsq_module.rehearsal_final_pass import rehearse_final_pass
+from gsq_module.rehearsal_times import Evaluation, FinalPassTimes, RehearsalTimes, now
 from gsq_module.streaming.activations import Location
 from gsq_module.streaming.model import StreamedModel
 from gsq_module.unit_shards import UnitShards
@@ -136,7 +137,13 @@ def rehearse(
         place = cast(Location, job.evaluation_store)
         scratch = folder / f"activations{rank}"
 
-        weights = OuterQuantizer(model, recipe, UnitShards(folder / "units", recipe.grid)).weights({})
+        units = UnitShards(folder / "units", recipe.grid)
+        weights = OuterQuantizer(model, recipe, units).weights({})
+        if recipe.final_pass.epochs:
+            with clock.stage("final_pass"):
+                rehearse_final_pass(
+                    trainer, recipe.final_pass, data, samples, model, plan, units.weights(), weights
+                )  # fmt: skip
 
         def states(part: Path, weights: Mapping[str, QuantizedWeight], blocks: list[int]) -> HiddenStates:
             return hidden_states(model, texts, at_once, part, weights, data.pin_memory, blocks, place)
@@ -158,11 +165,17 @@ def rehearse(
         if ranks.is_first():
             shutil.rmtree(folder, ignore_errors=True)
     evaluation = Evaluation(evaluated, embedding, max(0.0, passing))
-    return _summarize(watch, plan, recipe, data, total, evaluation)
+    return _summarize(watch, plan, recipe, data, samples, total, evaluation)
 
 
 def _summarize(
-    watch: RehearsalTimes, plan: MemoryPlan, recipe: GSQModule, data: CalibrationData, rows: int, evaluation: Evaluation
+    watch: RehearsalTimes,
+    plan: MemoryPlan,
+    recipe: GSQModule,
+    data: CalibrationData,
+    samples: Samples,
+    rows: int,
+    evaluation: Evaluation,
 ) -> list[Rehearsed]:
     job = plan.job
     steps = recipe.refinement.epochs * data.steps_per_epoch
@@ -176,6 +189,11 @@ def _summarize(
             full = max(0.0, seconds - STEPS * per_step) + steps * per_step
         elif stage.name in ("embedding", "initialize", "head"):
             full = seconds * passes
+        elif stage.name == "final_pass":
+            times = FinalPassTimes(watch.step_seconds[None, None], *watch.around_fit[None, None])
+            full = times.of_run(
+                recipe.final_pass.epochs * data.steps_per_epoch, plan, data.validation_samples / samples.totals[1]
+            )
         elif stage.name == "evaluate":
             full = evaluation.of_run(seconds, plan, passes)
         else:
@@ -187,7 +205,7 @@ def _summarize(
                 None if memory is None else memory.peak_reserved,
                 None if memory is None else memory.margin,
                 plan.predicted(stage.name, stage.block, stage.unit), full * count,
-                watch.step_seconds.get((stage.block, stage.unit)) if stage.name == "refine" else None,
+                watch.step_seconds.get((stage.block, stage.unit)) if stage.name in ("refine", "final_pass") else None,
             )
         )  # fmt: skip
     return _joined(ranks.gather(found))

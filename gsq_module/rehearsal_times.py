@@ -18,11 +18,14 @@ from gsq_module.memory.statistics import DeviceMemory
 
 
 class RehearsalTimes(Callback, StageListener):
-    """Notes the stages, and the seconds of each optimizer step."""
+    """Notes the stages, the seconds of each optimizer step, and those before and after a stage's fit."""
 
     def __init__(self) -> None:
         self.stages: list[tuple[Stage, float, DeviceMemory | None]] = []
         self.step_seconds: dict[tuple[int | None, str | None], float] = {}
+        self.around_fit: dict[tuple[int | None, str | None], tuple[float, float]] = {}
+        self._began = 0.0
+        self._fit: list[float] = []
         self._marks: list[torch.cuda.Event | float] = []
         self._last_step = -1
 
@@ -33,12 +36,23 @@ class RehearsalTimes(Callback, StageListener):
             self._marks.append(_mark(trainer.strategy.root_device))
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._fit.append(now(trainer.strategy.root_device))
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._fit.append(now(trainer.strategy.root_device))
+
+    @override
     def on_stage_start(self, stage: Stage) -> None:
-        self._marks = []
+        self._marks, self._fit, self._began = [], [], time.perf_counter()
 
     @override
     def on_stage_end(self, stage: Stage, seconds: float, memory: DeviceMemory | None) -> None:
         self.stages.append((stage, seconds, memory))
+        if self._fit:
+            before = self._fit[0] - self._began
+            self.around_fit[stage.block, stage.unit] = before, self._began + seconds - self._fit[-1]
         if len(self._marks) > 1:
             steps = [_seconds(*pair) for pair in zip(self._marks, self._marks[1:], strict=False)]
             self.step_seconds[stage.block, stage.unit] = statistics.median(steps)
@@ -64,6 +78,30 @@ class Evaluation:
         heads = max(0.0, seconds - self.embedding - self.blocks) * passes
         times = plan.job.evaluation_samples / self.samples
         return (passes + 1) * self.embedding + times * (self.blocks * share * (passes + 1) + heads)
+
+
+@dataclass(frozen=True)
+class FinalPassTimes:
+    """Of the stage `final_pass`: seconds of an optimizer step, and of the stage before and after all steps.
+
+    Before, both models are loaded and measured on the validation rows; after, they are measured again.
+    """
+
+    step: float
+    before: float
+    after: float
+
+    def of_run(self, steps: int, plan: MemoryPlan, rows: float) -> float:
+        """What it will take.
+
+        Args:
+            steps: Of the run.
+            plan: Of the run; its blocks are all loaded, of a rehearsal one of each kind.
+            rows: Validation rows of the run for each one of the rehearsal.
+        """
+        blocks = sum(len(kind.indices) for kind in plan.blocks) + plan.job.float_blocks
+        loading = max(0.0, self.before - self.after) * blocks / len(plan.blocks)
+        return steps * self.step + 2 * rows * self.after + loading
 
 
 def now(device: torch.device) -> float:

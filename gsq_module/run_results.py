@@ -15,6 +15,7 @@ from gsq_module.evaluation import HiddenStates, hidden_states, measure, whole_mo
 from gsq_module.export.report import ExportReport
 from gsq_module.export.writer import export_checkpoint
 from gsq_module.measures import Measured
+from gsq_module.problems import UserError
 from gsq_module.recipe_run import Run
 from gsq_module.storage import StorageError
 from gsq_module.streaming.model import StreamedModel
@@ -25,19 +26,19 @@ def write_export(run: Run, model: StreamedModel, coverage: Coverage) -> ExportRe
     """Write the finished units, embedding and head as a checkpoint, and read it back.
 
     Raises:
-        ValueError: Units are missing, or the destination is refused.
+        UserError: Units are missing, or the destination is refused.
         StorageError: The disk is full, or gives back something else than was written.
     """
     outer = run.outer(model, run.directory.units(run.recipe.grid))
     weights = outer.weights(run.directory.units(run.recipe.grid).weights())
     missing = [name for name in coverage.quantized if name not in weights]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"run_dir={str(run.directory.path)!r} lacks {len(missing)} of {len(coverage.quantized)} quantized "
             f"layers ({', '.join(missing[:3])} ...): the run is not finished. Start fit again, same --config"
         )
     if run.recipe.final_pass.epochs and run.final_outcome() is None:
-        raise ValueError(
+        raise UserError(
             f"run_dir={str(run.directory.path)!r}: the final pass (model.final_pass) is not finished. Start fit again, "
             "same --config; or leave the pass out: --model.final_pass.epochs 0"
         )

@@ -41,10 +41,12 @@ def train_final_scales(run: Run, model: StreamedModel) -> TunedScales | None:
     if outcome is None:
         run.say("quantized: scales of the whole model")
         samples = _samples(run, run.data.train)
+        other = StreamedModel.from_checkpoint(model.checkpoint, model.device, model.dtype)
+        steps = run.recipe.final_pass.epochs * run.data.steps_per_epoch
         with run.clock.stage("final_pass"):
             outcome, weights = train_scales(
-                run.trainer, run.recipe.final_pass, run.data, samples, model, units.weights(),
-                run.outer(model, units).weights({}),
+                run.trainer, run.recipe.final_pass, run.data, samples, model, other, units.weights(),
+                run.outer(model, units).weights({}), steps,
             )  # fmt: skip
         ranks.from_first(partial(save_tuned, outcome, weights, units, tuned, run.recipe.final_pass))
     return outcome

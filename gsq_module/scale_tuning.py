@@ -93,7 +93,7 @@ def quantized_whole(
                 replaced[name] = linear = owner._modules[leaf]
                 scaled[name] = ScaledLinear(linear, weights[name].to(model.device), model.dtype)
                 owner._modules[leaf] = scaled[name]
-            for block in model.blocks:
+            for block in dict.fromkeys(model.blocks):  # one may stand in several places
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
             yield scaled
         finally:

@@ -12,11 +12,13 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from gsq_module.problems import UserError
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-class StorageError(ValueError):
+class StorageError(UserError):
     """A file could not be written, for lack of room or of permission. What was on disk before is still whole."""
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gsq_module.atomic import write_atomically
 from gsq_module.export.packing import pack, unpack_codes
+from gsq_module.problems import UserError
 from gsq_module.quantization.grid import Grid, QuantizedWeight
 
 RESULT = ""
@@ -182,7 +183,7 @@ class QuantizedWeights(Mapping[str, QuantizedWeight]):
             tensors = {key: file.get_tensor(key) for key in keys}
             expected = json.loads(file.metadata()["sha256"])[name]
         if _checksum(name, tensors) != expected:
-            raise ValueError(f"{path} is damaged: start fit again, which does its unit again")
+            raise UserError(f"{path} is damaged: start fit again, which does its unit again")
         return tensors
 
     def __iter__(self):

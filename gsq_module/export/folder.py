@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gsq_module.atomic import sync
+from gsq_module.problems import UserError
 from gsq_module.storage import storing
 
 MARKER_FILE = "gsq_export.json"
@@ -22,19 +23,19 @@ def check_destination(source: Path, destination: Path) -> None:
         destination: Where the export is to go. Links are followed in both.
 
     Raises:
-        ValueError: The folders are the same or one lies in the other, or the destination holds something else.
+        UserError: The folders are the same or one lies in the other, or the destination holds something else.
     """
     source = source.resolve()
     for folder in _folders(destination):
         if folder == source or folder in source.parents or source in folder.parents:
-            raise ValueError(
+            raise UserError(
                 f"the export to {destination} would write {folder}, which is, holds or lies in the source model "
                 f"{source}. Choose a destination outside of it."
             )
         if folder.exists() and not folder.is_dir():
-            raise ValueError(f"the export to {destination} needs {folder} as a folder, but that is a file.")
+            raise UserError(f"the export to {destination} needs {folder} as a folder, but that is a file.")
         if folder.is_dir() and not (folder / MARKER_FILE).is_file() and any(folder.iterdir()):
-            raise ValueError(
+            raise UserError(
                 f"{folder} is not empty and is no export of this program (it has no {MARKER_FILE}), so the export to "
                 f"{destination} does not replace it. Choose another destination or remove that folder yourself."
             )

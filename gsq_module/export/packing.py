@@ -22,6 +22,7 @@ from compressed_tensors.quantization import (
 )
 from torch import Tensor
 
+from gsq_module.problems import NumericalError
 from gsq_module.quantization.grid import Grid, QuantizedWeight
 
 PACK_FORMAT: str = CompressionFormat.pack_quantized.value
@@ -134,11 +135,11 @@ def pack(weight: QuantizedWeight, grid: Grid) -> dict[str, Tensor]:
         scales, `weight_shape` int64 `[2]`.
 
     Raises:
-        ValueError: A scale is NaN or infinite.
+        NumericalError: A scale is NaN or infinite.
     """
     if not weight.scales.isfinite().all():
         broken = int((~weight.scales.isfinite()).sum())
-        raise ValueError(f"{broken} of {weight.scales.numel()} scales are NaN or infinite: nothing was packed")
+        raise NumericalError(f"{broken} of {weight.scales.numel()} scales are NaN or infinite: nothing was packed")
     # The packer does not mask: a code off the grid would spill into its neighbours' bits.
     low, high = (int(end) for end in weight.codes.aminmax())
     assert grid.low <= low <= high <= grid.high, f"codes {low}..{high} are off the grid {grid.name}"

@@ -17,6 +17,7 @@ from gsq_module.export.folder import MARKER_FILE, check_destination, replaced_fo
 from gsq_module.export.packing import OuterPart, pack, quantization_config
 from gsq_module.export.reader import stored_quantization
 from gsq_module.export.report import CHECKSUMS, ExportReport, as_text, folder_checksums, report_checksum
+from gsq_module.problems import NumericalError, UserError
 from gsq_module.quantization.grid import Grid, QuantizedWeight
 from gsq_module.storage import StorageError, free_bytes, gigabytes, storing
 from gsq_module.streaming.checkpoint import INDEX_FILE, Checkpoint
@@ -152,7 +153,7 @@ def _check_names(source: Checkpoint, module_of: dict[str, str], ignore: Iterable
         if names:
             problems.append(f"{what}: {', '.join(sorted(names))}")
     if problems:
-        raise ValueError("cannot export:\n  " + "\n  ".join(problems))
+        raise UserError("cannot export:\n  " + "\n  ".join(problems))
 
 
 def _plan_shards(
@@ -208,14 +209,14 @@ def _shard_tensors(
         weight = quantized[module]
         expected = source.shape(name)
         if weight.codes.shape != expected or weight.group_size != group_size:
-            raise ValueError(
+            raise UserError(
                 f"{module} is {list(expected)} with group size {group_size}, but its codes are "
                 f"{list(weight.codes.shape)} with group size {weight.group_size}: they belong to another run"
             )
         try:
             packed = pack(weight, grid)
-        except ValueError as error:
-            raise ValueError(f"{module}: {error}") from error
+        except NumericalError as error:
+            raise NumericalError(f"{module}: {error}") from error
         totals.quantized_parameters += weight.codes.numel()
         totals.packed_bytes += len(modules) * packed["weight_packed"].nbytes
         totals.scale_bytes += len(modules) * packed["weight_scale"].nbytes

@@ -18,6 +18,7 @@ import torch
 
 from gsq_module.memory.allocator_setting import AllocatorSetting
 from gsq_module.memory.statistics import GIB, format_bytes
+from gsq_module.problems import NumericalError
 
 LITTLE_FREE = 1 * GIB
 """Less than this free on the device counts as little: more than the largest single allocation met (680 MiB)."""
@@ -180,7 +181,7 @@ def _by_type(error: BaseException, message: str) -> tuple[Kind, str] | None:
         return Kind.HOST_MEMORY, "the host refused an allocation"
     if torch.distributed.is_available() and isinstance(error, torch.distributed.DistBackendError):
         return _nccl(message)
-    if isinstance(error, (FloatingPointError, torch.linalg.LinAlgError)):
+    if isinstance(error, (NumericalError, FloatingPointError, torch.linalg.LinAlgError)):
         return Kind.NUMERICAL, "a computation met numbers it cannot go on with"
     if isinstance(error, torch.OutOfMemoryError):
         return _pinned(error) or (Kind.DEVICE_MEMORY, "torch's allocator says so")

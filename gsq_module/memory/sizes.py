@@ -129,6 +129,7 @@ class Job:
         world_size: Processes that share a run.
         strategy: `single`, `ddp` or `sharded`.
         model_bytes: All weights in the compute dtype, tied ones once.
+        whole_bytes: What tokens pass through, in the compute dtype, a tied head once more: `StreamedModel.whole`.
         reload: Whether the export is also loaded whole.
         final_pass: Whether all scales are trained together at the end.
         float_bytes: Weights that stay in float, in the export's dtype.
@@ -165,6 +166,7 @@ class Job:
     world_size: int
     strategy: str
     model_bytes: int
+    whole_bytes: int
     reload: bool
     final_pass: bool
     float_bytes: int

@@ -156,6 +156,22 @@ class StageFormulas:
             yield StagePlan("refine", index, unit.kind, resident | frozen | self._highest(pieces))
         yield StagePlan("propagate", index, None, passing)
 
+    def both_models(self, nbytes: int, weights: int) -> Terms:
+        """Original and quantized model as the final pass holds them, or a part of them.
+
+        Args:
+            nbytes: Weights in the compute dtype.
+            weights: How many of them are quantized.
+        """
+        job = self.job
+        return {
+            "original model": nbytes,
+            "codes": weights,
+            "rest in float": nbytes - job.itemsize * weights,
+            # scale, gain, its gradient, Adam's two moments
+            "scales": weights // job.group_size * (job.itemsize + 4 * FLOAT32),
+        }
+
     def _final_pass(self) -> Terms:
         """Both models whole; of the quantized one a dense block at a time, and what one microbatch needs."""
         job = self.job
@@ -164,12 +180,7 @@ class StageFormulas:
         tokens = job.microbatch * job.seq_len
         forward = max(kind.forward for kind in self.blocks) * job.microbatch // job.forward_batch
         blocks = sum(len(kind.indices) for kind in self.blocks)
-        return {
-            "original model": job.model_bytes,
-            "codes": weights,
-            "rest in float": job.model_bytes - job.itemsize * weights,
-            # scale, gain, its gradient, Adam's two moments
-            "scales": weights // job.group_size * (job.itemsize + 4 * FLOAT32),
+        return self.both_models(job.whole_bytes, weights) | {
             "dense block and its gradients": 2 * job.itemsize * dense,
             "hidden states": (blocks + 1) * self._hidden(tokens),
             "working set": 2 * forward,

@@ -35,6 +35,11 @@ class Stage:
     device: torch.device = field(default=torch.device("cpu"), compare=False)
     failed: bool = field(default=False, compare=False)
 
+    def __str__(self) -> str:
+        """`capture, block 3, mlp`."""
+        block = None if self.block is None else f"block {self.block}"
+        return ", ".join(part for part in (self.name, block, self.unit) if part)
+
 
 class StageListener:
     """What a callback also is to see the stages outside `Trainer.fit`."""
@@ -86,6 +91,8 @@ class StageClock:
         self.units = tuple(units)
         self.current: Stage | None = None
         """The stage under way."""
+        self.failed: Stage | None = None
+        """The stage that ended in an exception, if one did."""
         self.seconds: dict[str, float] = {}
         """Seconds by the stage's name, summed over blocks and units."""
         self.peak_memory: dict[str, int] = {}
@@ -111,7 +118,7 @@ class StageClock:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except BaseException:
-            stage.failed = True
+            stage.failed, self.failed = True, stage
             self._end(stage, start)
             raise
         self._end(stage, start)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gsq_module.problems import NumericalError
 from gsq_module.quantization.grid import Grid, QuantizedWeight
 from gsq_module.quantization.hessian import Hessian
 from gsq_module.quantization.scales import round_to_nearest, search_scales
@@ -76,14 +77,29 @@ def gptq(
         rounded to nearest, and says so.
 
     Raises:
-        ValueError: The weight is not finite.
+        NumericalError: The weight is not finite.
     """
-    if not bool(torch.isfinite(weight).all()):
-        raise ValueError(f"{hessian.name}: the checkpoint's weight is not finite")
+    check_weight(hessian.name, weight)
     factor, note = factorize(hessian, damping, keep)
     if factor is None:
         return GPTQResult(round_to_nearest(weight, grid, group_size, scale_dtype, signed, fused), "rtn", note)
     return GPTQResult(solve(weight, factor, grid, group_size, scale_dtype, signed, fused), "gptq", note)
+
+
+def check_weight(name: str, weight: Tensor) -> None:
+    """Look for numbers in a linear's weight `[rows, in_features]` that are none.
+
+    Raises:
+        NumericalError: There are some; tells how many, and the first.
+    """
+    finite = torch.isfinite(weight)
+    if bool(finite.all()):
+        return
+    bad = weight[~finite]
+    raise NumericalError(
+        f"{name}: the checkpoint's weight is not finite ({len(bad)} of {weight.numel()} numbers; the first is "
+        f"{float(bad[0])}): get the checkpoint again. Next: the same command with it and another --run_dir"
+    )
 
 
 def factorize(hessian: Hessian, damping: float, keep: bool = True) -> tuple[Tensor | None, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gsq_module.problems import NumericalError
+
 
 class Hessian:
     """Sum of x x^T over calibration tokens, accumulated in float32 whatever the inputs' dtype, unless told otherwise.
@@ -80,7 +82,7 @@ class Hessian:
         """Wait for the batches added so far.
 
         Raises:
-            ValueError: An input was NaN or infinite, or the squares overflowed float32; names the linear and the batch.
+            NumericalError: An input was NaN or infinite, or the squares overflowed float32; names linear and batch.
         """
         batch = int(self._first_bad)
         if batch < 0:
@@ -89,10 +91,18 @@ class Hessian:
         if largest < float("inf"):
             problem = f"inputs (up to {largest:.3g}) whose squares overflow float32"
         else:
-            problem = "inputs that are not finite"
-        advice = (
-            "float16 ends at 65504: use --model.dtype bfloat16 (or float32)"
-            if self._dtype == torch.float16
-            else "the model itself yields them on this text: look at the calibration data and the checkpoint"
+            problem = f"inputs that are not finite (up to {largest})"
+        raise NumericalError(f"{self.name}: calibration batch {batch} has {problem}: {numerical_advice(self._dtype)}")
+
+
+def numerical_advice(dtype: torch.dtype) -> str:
+    """What helps where a model that computes in this dtype has come to numbers that are not finite."""
+    if dtype == torch.float16:
+        return (
+            "float16 ends at 65504, and the model goes beyond. Next: the same command with --model.dtype bfloat16 "
+            "(or float32) and another --run_dir"
         )
-        raise ValueError(f"{self.name}: calibration batch {batch} has {problem}; {advice}")
+    return (
+        "a weight up to there is no number (a damaged checkpoint: get it again), or the model itself yields them on "
+        "this text (look at the calibration data). Next: the same command with those mended and another --run_dir"
+    )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gsq_module.problems import UserError
 from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.streaming.activations import ActivationStore, batches
 from gsq_module.streaming.calls import BlockCall
@@ -98,7 +99,7 @@ class StreamedModel:
     @contextmanager
     def whole(self) -> Iterator[Any]:
         """Yields the model with all its weights on the device; they are dropped at the end."""
-        paths = self._all_paths()
+        paths = self.all_paths()
         try:
             for path in paths:
                 self._weights.load(path)
@@ -109,12 +110,21 @@ class StreamedModel:
 
     def missing_weights(self) -> list[str]:
         """Weights that streaming needs and the checkpoint lacks: from names alone, nothing is read."""
-        return self._weights.missing(self._all_paths())
+        return self._weights.missing(self.all_paths())
 
-    def _all_paths(self) -> list[str]:
-        """Modules that a forward pass needs: the blocks, then those around them."""
+    def stand_in(self, others: Mapping[int, int]) -> None:
+        """Let blocks stand for others as well, by the indices of these: one module in several places.
+
+        What streams blocks does not know of it; `whole` does.
+        """
+        for index, other in others.items():
+            self.blocks[index] = self.blocks[other]
+
+    def all_paths(self) -> list[str]:
+        """Modules that a forward pass needs: the blocks, each once, then those around them."""
+        first = {block: index for index, block in reversed(list(enumerate(self.blocks)))}
         around = dict.fromkeys(self.paths_around_blocks(head=False) + self.paths_around_blocks(head=True))
-        return [*(self.block_name(index) for index in range(self.num_blocks)), *around]
+        return [*(self.block_name(index) for index in sorted(first.values())), *around]
 
     def replaces_head(self, weights: Mapping[str, QuantizedWeight]) -> bool:
         """Whether `head` with these hard weights is another one than the checkpoint's."""
@@ -173,7 +183,7 @@ class StreamedModel:
         for index, (call, other) in enumerate(zip(calls, others, strict=True)):
             for a, b in zip(call.tensors(), other.tensors(), strict=True):
                 if a.shape != b.shape or not torch.equal(a, b):
-                    raise ValueError(
+                    raise UserError(
                         f"{self.block_name(index)} is called with tensors that depend on the tokens "
                         "(per-layer embeddings?): its model cannot be streamed block by block"
                     )

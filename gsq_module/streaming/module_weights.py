@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gsq_module.memory.sizes import PLACED_ROWS
+from gsq_module.problems import UserError
 from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.streaming.activations import batches
 from gsq_module.streaming.checkpoint import Checkpoint
@@ -62,7 +63,7 @@ class ModuleWeights:
         self._fill_buffers(module)
         missing = self.missing([path])
         if missing:
-            raise ValueError(f"{self.checkpoint.directory} lacks weights of {path}: {', '.join(missing)}")
+            raise UserError(f"{self.checkpoint.directory} lacks weights of {path}: {', '.join(missing)}")
         sources = self._sources(path)
         tensors = self.checkpoint.tensors(sources.values())
         for name, source in sources.items():

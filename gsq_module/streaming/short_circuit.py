@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gsq_module.problems import UserError
 from gsq_module.streaming.calls import BlockCall
 
 
@@ -85,7 +86,7 @@ class ShortCircuit:
                 except _StopForwardError:
                     if len(calls) == len(self.blocks):
                         return calls
-        raise ValueError(
+        raise UserError(
             f"the blocks of {self.blocks_path} do not pass their hidden states on one to the next "
             f"(stopped at block {len(calls)} of {len(self.blocks)})"
         )

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gsq_module.problems import NumericalError, UserError
+from gsq_module.quantization.hessian import numerical_advice
 from gsq_module.streaming.calls import BlockCall, first_output
 
 UNIT_CHILDREN = {
@@ -129,8 +131,8 @@ def trace_units(block: nn.Module, call: BlockCall, hidden: Tensor, units: Sequen
         check: Whether tensors have data to look at; without, `ends_block` is not found and nothing is checked.
 
     Raises:
-        ValueError: The sum is not found in the block: targets from the original stream cannot be built; or there are
-            numbers that are not finite.
+        UserError: The sum is not found in the block: targets from the original stream cannot be built.
+        NumericalError: Its hidden states are not finite.
     """
     inputs: dict[nn.Module, Tensor] = {}
     outputs: dict[nn.Module, Tensor] = {}
@@ -151,13 +153,13 @@ def trace_units(block: nn.Module, call: BlockCall, hidden: Tensor, units: Sequen
         unit.ends_block = _differ_little(total, result, branch)
         # Where another half follows, one of the block's children takes the sum.
         if not unit.ends_block and not any(_differ_little(total, taken, branch) for taken in inputs.values()):
-            if not bool(torch.isfinite(result).all()):
-                raise ValueError(
-                    f"{unit.name}: the hidden states behind its block are not finite. Either a weight up to there is "
-                    f"no number (a damaged checkpoint: get it again), or the model overflows in {result.dtype}: use "
-                    "--model.dtype bfloat16 or float32"
+            bad = result[~torch.isfinite(result)]
+            if len(bad):
+                raise NumericalError(
+                    f"{unit.name}: the hidden states behind its block are not finite ({len(bad)} of {result.numel()} "
+                    f"numbers; the first is {float(bad[0])}): {numerical_advice(result.dtype)}"
                 )
-            raise ValueError(
+            raise UserError(
                 f"{unit.name}: its block does not add the unit's output to the residual stream in a way known here; "
                 "use --model.target original_unit"
             )

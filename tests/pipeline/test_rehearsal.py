@@ -10,12 +10,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.checkpoint import checkpoint
 from toy_models import family
 from toy_runs import ONE_BLOCK, contents, run, summary_of, write_recipe
 
+from gsq_module import scale_tuning
+from gsq_module.data import TextFiles
+from gsq_module.data.module import CalibrationData
+from gsq_module.geometry import find_units
+from gsq_module.module import GSQModule
+from gsq_module.planning import plan_run
+from gsq_module.quantization.grid import QuantizedWeight
 from gsq_module.rehearsal import Rehearsed, _joined
-from gsq_module.rehearsal_times import Evaluation
+from gsq_module.rehearsal_final_pass import missing_bytes
+from gsq_module.rehearsal_times import Evaluation, FinalPassTimes
+from gsq_module.scale_tuning import quantized_whole
+from gsq_module.settings import FinalPass
 from gsq_module.streaming.model import StreamedModel
+from gsq_module.streaming.module_weights import ModuleWeights
 from gsq_module.streaming.synthetic import SyntheticCheckpoint
 
 UNIT_STAGES = ("capture", "initialize", "refine")
@@ -46,12 +58,26 @@ def rehearsed(hybrid, tmp_path_factory):
         loaded.append(index)
         return load_block(model, index)
 
+    load, passes = ModuleWeights.load, []
     options = (f"--json={run_dir / 'rehearsal.json'}", "--model.store=disk", "--data.forward_batch_size=4")
+    options += ("--model.final_pass.epochs=2",)
+
+    def noted_whole(weights, path):
+        if path.rpartition(".")[2].isdecimal():
+            loaded.append(int(path.rpartition(".")[2]))
+        return load(weights, path)
+
+    def noted_pass(function, *args, **settings):
+        passes.append(getattr(function, "__self__", None))
+        return checkpoint(function, *args, **settings)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["run.py"])
         patch.setattr(StreamedModel, "load_block", noted)
+        patch.setattr(ModuleWeights, "load", noted_whole)
+        patch.setattr(scale_tuning, "checkpoint", noted_pass)
         cli = run(hybrid, run_dir, *options, command="rehearse")
-    return SimpleNamespace(rows=cli.rehearsed, loaded=loaded, run_dir=run_dir)
+    return SimpleNamespace(rows=cli.rehearsed, loaded=loaded, passes=passes, run_dir=run_dir)
 
 
 def test_every_stage_comes_once_for_each_kind_of_block_and_unit(rehearsed):
@@ -62,11 +88,63 @@ def test_every_stage_comes_once_for_each_kind_of_block_and_unit(rehearsed):
         expected.append(("original", block, None))
         expected += [(stage, block, unit) for unit in ("attention", "mlp") for stage in UNIT_STAGES]
         expected.append(("propagate", block, None))
-    assert found == [*expected, ("evaluate", None, None)]
+    assert found == [*expected, ("final_pass", None, None), ("evaluate", None, None)]
 
 
 def test_one_block_of_each_kind_is_loaded_and_no_other(rehearsed):
     assert set(rehearsed.loaded) == set(KINDS)
+
+
+def test_all_blocks_take_part_in_the_final_pass(rehearsed):
+    """Those that are not loaded by the ones that are: a step takes as long as in the run."""
+    blocks = [module for module in rehearsed.passes if module is not None]
+    first, second, third = blocks[:3]
+    assert first is third is not second
+    assert blocks == [first, second, third] * (len(blocks) // 3)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ballast_is_what_the_other_blocks_would_take(tied, tmp_path):
+    """Four blocks, of which three are quantized: one is loaded and quantized, the others are that one again."""
+    config = family("llama", num_hidden_layers=4, tie_word_embeddings=tied).config
+    config.save_pretrained(tmp_path / "checkpoint")
+    module = GSQModule(
+        str(tmp_path / "checkpoint"), group_size=32, num_blocks=3, dtype="float32", final_pass=FinalPass(epochs=1)
+    )
+    data = CalibrationData(TextFiles(["no.txt"]), {}, seq_len=16, train_samples=8, batch_size=4)
+    cpu = torch.device("cpu")
+    plan = plan_run(tmp_path / "checkpoint", module, data, cpu, None)
+
+    def tree() -> StreamedModel:
+        return StreamedModel.from_checkpoint(SyntheticCheckpoint(tmp_path / "checkpoint"), cpu, torch.float32)
+
+    def held(others: dict[int, int]) -> int:
+        """Bytes of both models, and of gradient and Adam's moments of the gains."""
+        original, other = tree(), tree()
+        original.stand_in(others)
+        other.stand_in(others)
+        weights = {
+            unit.full_name(path): QuantizedWeight(
+                torch.zeros(linear.weight.shape, dtype=torch.int8),
+                torch.ones(len(linear.weight), linear.in_features // 32),
+            )
+            for index in range(3)
+            if index not in others
+            for unit in find_units(other, index, module)
+            for path, linear in unit.linears.items()
+        }
+        with original.whole() as model, quantized_whole(other, weights, {}) as scaled:
+            codes = sum(weight.codes.nbytes + weight.scales.nbytes for weight in weights.values())
+            gains = sum(linear.gain.nbytes for linear in scaled.values())
+            first = sum(value.nbytes for value in model.parameters())
+            if not others:
+                buffers = sum(value.nbytes for value in model.buffers())
+                assert plan.job.whole_bytes == first + buffers
+            # The parameters of the quantized model are the gains and what stays in float.
+            return first + sum(value.nbytes for value in other.model.parameters()) + codes + 3 * gains
+
+    others = {1: 0, 2: 0, 3: 0}
+    assert held(others) + missing_bytes(tree(), plan, others) == held({})
 
 
 def test_each_stage_has_what_the_plan_says_and_no_device_figures_on_a_cpu(rehearsed):
@@ -94,7 +172,7 @@ def test_the_file(rehearsed):
         (row.stage, row.block, row.unit) for row in rehearsed.rows
     ]
     timed = [row["stage"] for row in found["stages"] if row["step_seconds"]]
-    assert timed == ["refine"] * 4  # two kinds of block, two units
+    assert timed == ["refine"] * 4 + ["final_pass"]  # two kinds of block, two units
     assert found["hours"] == pytest.approx(sum(row.full_seconds for row in rehearsed.rows) / 3600)
     assert found["host_peak"] > 2**20
     assert found["fits"] is True
@@ -201,3 +279,9 @@ def test_an_evaluation_counts_embedding_blocks_and_heads_each_by_their_own_numbe
     # 8 samples of 80, one of 16 blocks on the average; the original's stream and a quantized one, compared once
     found = Evaluation(samples=8, embedding=3.0, blocks=2.0).of_run(10.0, plan, passes=1)
     assert found == 2 * 3.0 + 10 * (2 * 16 * 2.0 + 5.0)
+
+
+def test_a_final_pass_counts_steps_measurements_and_loading_each_by_their_own_number():
+    plan = SimpleNamespace(job=SimpleNamespace(float_blocks=4), blocks=[SimpleNamespace(indices=range(16))])
+    # Before the steps 0.5 s of loading beside the measurement; the run loads 20 blocks, and has 8 times the rows.
+    assert FinalPassTimes(step=2.0, before=0.75, after=0.25).of_run(100, plan, rows=8) == 200 + 2 * 8 * 0.25 + 10
