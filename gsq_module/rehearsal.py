@@ -121,10 +121,8 @@ def rehearse(
         block_loop.run(UnitShards(part / "units", recipe.grid), UnitRefiner(trainer, recipe, data))
 
     chosen, recipe.store = recipe.store, cast(Location, job.store)
-    # Hidden states of the samples that a rehearsal leaves out, where the run would keep them on the device.
     total = sum(map(len, (train, validation, gptq)))
-    missing = plan.store_bytes * (job.samples - total) // job.samples
-    ballast = torch.empty(max(0, missing) if job.store == "device" else 0, dtype=torch.uint8, device=model.device)
+    ballast = left_out(plan.store_bytes, total, job.samples, job.store, model.device)
     try:
         # Kernels are compiled and libraries loaded now, so that they do not count as the run's time.
         loop(StageClock(model.device, listeners), folder / "warm", indices[:1], 1)
@@ -153,12 +151,16 @@ def rehearse(
             began = now(model.device)
             states(scratch, weights, []).close()
             embedding = now(model.device) - began
+            ballast = left_out(
+                plan.evaluation_store_bytes, evaluated, job.evaluation_samples, job.evaluation_store, model.device
+            )
             with clock.stage("evaluate"):
                 began = now(model.device)
                 quantized = states(scratch, weights, indices)
                 passing = now(model.device) - began - embedding
                 with closing(quantized):
                     measure(quantized, original)
+            del ballast
     finally:
         recipe.store = chosen
         callbacks[:] = [callback for callback in callbacks if callback is not watch]
@@ -166,6 +168,18 @@ def rehearse(
             shutil.rmtree(folder, ignore_errors=True)
     evaluation = Evaluation(evaluated, embedding, max(0.0, passing))
     return _summarize(watch, plan, recipe, data, samples, total, evaluation)
+
+
+def left_out(stores: int, samples: int, of_run: int, place: str, device: torch.device) -> torch.Tensor:
+    """Bytes on the device for hidden states of the samples that a rehearsal leaves out, where the run keeps them there.
+
+    Args:
+        stores: Bytes that the run's take.
+        samples: Of the rehearsal, as many ranks as they are on.
+        of_run: Those of the run.
+    """
+    missing = stores * max(0, of_run - samples) // max(1, of_run) if place == "device" else 0
+    return torch.empty(missing, dtype=torch.uint8, device=device)
 
 
 def _summarize(

@@ -21,7 +21,7 @@ from gsq_module.geometry import find_units
 from gsq_module.module import GSQModule
 from gsq_module.planning import plan_run
 from gsq_module.quantization.grid import QuantizedWeight
-from gsq_module.rehearsal import Rehearsed, _joined
+from gsq_module.rehearsal import Rehearsed, _joined, left_out
 from gsq_module.rehearsal_final_pass import missing_bytes
 from gsq_module.rehearsal_times import Evaluation, FinalPassTimes
 from gsq_module.scale_tuning import quantized_whole
@@ -285,3 +285,11 @@ def test_a_final_pass_counts_steps_measurements_and_loading_each_by_their_own_nu
     plan = SimpleNamespace(job=SimpleNamespace(float_blocks=4), blocks=[SimpleNamespace(indices=range(16))])
     # Before the steps 0.5 s of loading beside the measurement; the run loads 20 blocks, and has 8 times the rows.
     assert FinalPassTimes(step=2.0, before=0.75, after=0.25).of_run(100, plan, rows=8) == 200 + 2 * 8 * 0.25 + 10
+
+
+@pytest.mark.parametrize(
+    ("samples", "of_run", "place", "expected"),
+    [(4, 16, "device", 600), (16, 16, "device", 0), (16, 8, "device", 0), (4, 16, "memory", 0), (1, 0, "device", 0)],
+)
+def test_stores_of_samples_left_out_take_their_place_on_the_device(samples, of_run, place, expected):
+    assert left_out(800, samples, of_run, place, torch.device("cpu")).nbytes == expected
