@@ -176,9 +176,14 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     options, overrides = parser.parse_known_args(arguments)
     if options.processes < 1:
         parser.error(f"--processes {options.processes}: 1 or more")
-    if not options.config.is_file():
-        parser.error(f"--config {options.config}: there is no such file. Recipes are in {HERE.parent / 'recipes'}")
+    require_recipe(parser, options.config)
     return options, overrides
+
+
+def require_recipe(parser: argparse.ArgumentParser, config: Path) -> None:
+    """End with the parser's message where there is no such recipe."""
+    if not config.is_file():
+        parser.error(f"--config {config}: there is no such file. Recipes are in {HERE.parent / 'recipes'}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy import budget_of, changes_of, model_options
+from accuracy import budget_of, changes_of, model_options, require_recipe
+from accuracy_job import check_job
 from accuracy_table import Row, document, read_rows
 from accuracy_texts import options as text_options
 from accuracy_texts import write_texts
@@ -41,6 +42,7 @@ from gsq_module.coverage import measure_coverage
 from gsq_module.evaluation import HiddenStates
 from gsq_module.export.reader import open_checkpoint
 from gsq_module.measures import Measured
+from gsq_module.problems import UserError
 from gsq_module.recipe_run import Run
 from gsq_module.run_results import measure_original, measure_weights
 from gsq_module.strategies import register_strategies
@@ -188,12 +190,16 @@ def levels_used(weight: Tensor, group_size: int) -> int:
 
 
 def read_recipe(options: Sequence[str], out: Path) -> tuple[Run, StreamedModel]:
-    """The recipe with its texts tokenized, and its model."""
+    """The recipe with its texts tokenized, and its model.
+
+    Raises:
+        UserError: It quantizes what peers do not.
+    """
     sys.argv = sys.argv[:1]  # LightningCLI warns of arguments beside its own
     register_strategies()
     run = RecipeCLI(["evaluate", *options, f"--run_dir={out / 'run'}"]).run
     if run.recipe.embedding_bits or run.recipe.head_bits:
-        raise ValueError("model.embedding_bits, model.head_bits: peers quantize linears of the blocks; leave them out")
+        raise UserError("model.embedding_bits, model.head_bits: peers quantize linears of the blocks; leave them out")
     model = run.open_model()
     run.data.tokenize(run.tokenizer(model.checkpoint.directory))
     return run, model
@@ -227,15 +233,20 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         default=Path("runs/accuracy"),
         help="as of accuracy.py: texts, logs, results.jsonl, table.md",
     )
-    return parser.parse_known_args(arguments)
+    options, overrides = parser.parse_known_args(arguments)
+    require_recipe(parser, options.config)
+    return options, overrides
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where a peer failed."""
+    """Returns the exit status: 1 where a peer failed. What a user can mend ends it with status 2 before any is
+    installed."""
     options, overrides = parse(arguments)
-    write_texts(options.out / "texts")
     keys = [f"--config={options.config}", *text_options(options.out / "texts"), f"--seed_everything={options.seed}"]
-    keys += [*model_options(options.config, overrides, options.out / "model"), *overrides]
+    check_job("ours", [*keys, *overrides], options.out / "run")
+    with cli.user_errors():
+        write_texts(options.out / "texts")
+        keys += [*model_options(options.config, overrides, options.out / "model"), *overrides]
     changes, file = changes_of(overrides), options.out / "results.jsonl"
     budget = budget_of(options.config, changes)
     known = {(row["method"].split()[0], row["bits"], row["seed"], row["budget"]) for row in read_rows(file)}
@@ -245,11 +256,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for peer in options.peers
         if (peer, bits, options.seed, budget) not in known
     ]
-    pythons, failed = environments(
-        dict.fromkeys(peer for peer, _ in missing), options.environments, options.share_torch
-    )
+    pythons, failed = dict[str, Path](), list[str]()
+    if missing:
+        with cli.user_errors():
+            run, model = read_recipe(keys, options.out)
+        peers = dict.fromkeys(peer for peer, _ in missing)
+        pythons, failed = environments(peers, options.environments, options.share_torch)
     if pythons:
-        run, model = read_recipe(keys, options.out)
         bench = Bench(run, model, budget, changes, options.out / "jobs")
         original, figures = measure_original(run, model)
         with closing(original):

@@ -12,7 +12,8 @@ from compressed_tensors.utils.match import match_targets
 from torch import Tensor, nn
 
 from gsq_module.export.packing import PACK_FORMAT, unpack
-from gsq_module.export.shapes import find_misfits, misfit_problems
+from gsq_module.export.shapes import EXPORT_AGAIN, find_misfits, misfit_problems
+from gsq_module.export.vllm import listed
 from gsq_module.problems import raise_collected
 from gsq_module.streaming.checkpoint import Checkpoint
 from gsq_module.streaming.config_file import CONFIG_FILE, get_again, read_config
@@ -90,13 +91,22 @@ class PackedCheckpoint(Checkpoint):
 def match_schemes(
     directory: Path, modules: Sequence[str], schemes: Sequence[QuantizationScheme]
 ) -> dict[str, QuantizationScheme]:
-    """The scheme of each packed module: by the name that a scheme gives, else by its class."""
+    """The scheme of each packed module: by the name that a scheme gives, else by its class.
+
+    Raises:
+        ValueError: Modules that no scheme names; lists them.
+    """
     if len(schemes) == 1:
         return dict.fromkeys(modules, schemes[0])
     tree = dict(meta_model(directory).named_modules())
     unknown = nn.Linear(1, 1, device="meta")  # transformers' own name of it may be another
     by_target = {target: scheme for scheme in schemes for target in scheme.targets}
-    return {name: by_target[match_targets(name, tree.get(name, unknown), by_target)[0]] for name in modules}
+    matched = {name: match_targets(name, tree.get(name, unknown), by_target) for name in modules}
+    strays = [name for name, targets in matched.items() if not targets]
+    if strays:
+        (text,) = listed(f"packed, but no config group of {directory / CONFIG_FILE} names them as targets", strays)
+        raise ValueError(f"{text}. There are {', '.join(by_target)}. Next: name them there, or {EXPORT_AGAIN}")
+    return {name: by_target[targets[0]] for name, targets in matched.items()}
 
 
 def open_checkpoint(directory: str | Path, check_shapes: bool = True) -> Checkpoint:

@@ -22,7 +22,7 @@ class Checkpoint:
 
     Raises:
         FileNotFoundError: The folder, its weights, or shards that the index names are missing (all of them are listed).
-        ValueError: A file is cut off.
+        ValueError: A file is cut off, or the index is, or names tensors that its files do not hold.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -34,34 +34,53 @@ class Checkpoint:
             raise FileNotFoundError(f"no checkpoint folder at {self.directory}")
         index = self.directory / INDEX_FILE
         if index.is_file():
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            weight_map = self._read_index(index)
             missing = sorted({name for name in weight_map.values() if not (self.directory / name).is_file()})
             if missing:
                 raise FileNotFoundError(
                     f"{index} names files that are not there: {', '.join(missing)}. "
                     f"Download the rest: hf download <repository> --local-dir {self.directory}"
                 )
-            for name in dict.fromkeys(weight_map.values()):
-                self._check_file(name)
+            stored = {name: self._keys(name) for name in dict.fromkeys(weight_map.values())}
+            absent = [f"{tensor} in {name}" for tensor, name in weight_map.items() if tensor not in stored[name]]
+            if absent:
+                raise ValueError(
+                    f"{index} does not belong to these files: it names {len(absent)} tensors that are not there, the "
+                    f"first {absent[0]}. {self._get_again()}"
+                )
             return weight_map
         single = self.directory / SINGLE_FILE
         if single.is_file():
-            self._check_file(SINGLE_FILE)
-            with safe_open(single, framework="pt") as file:
-                return dict.fromkeys(file.keys(), SINGLE_FILE)
+            return dict.fromkeys(self._keys(SINGLE_FILE), SINGLE_FILE)
         raise FileNotFoundError(
             f"{self.directory} holds neither {INDEX_FILE} nor {SINGLE_FILE}. "
             "Checkpoints are read as safetensors; convert others with transformers' save_pretrained first."
         )
 
-    def _check_file(self, name: str) -> None:
+    def _read_index(self, index: Path) -> dict[str, str]:
+        """File names by tensor."""
         try:
-            with safe_open(self.directory / name, framework="pt"):
-                pass  # it compares the file's length with its header
+            content = json.loads(index.read_text(encoding="utf-8"))
+        except ValueError as error:  # not JSON, or not UTF-8
+            raise ValueError(f"{index} is cut off or no JSON ({error}). {self._get_again()}") from error
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{index} has no weight_map from tensors to file names. {self._get_again()}")
+        if not weight_map:
+            raise ValueError(f"{index}: weight_map is empty. {self._get_again()}")
+        return weight_map
+
+    def _get_again(self) -> str:
+        return f"Remove it, and get it again: hf download <repository> --local-dir {self.directory}"
+
+    def _keys(self, name: str) -> dict[str, None]:
+        """Names of a file's tensors, in order."""
+        try:
+            with safe_open(self.directory / name, framework="pt") as file:  # compares its length with its header
+                return dict.fromkeys(file.keys())
         except SafetensorError as error:
             raise ValueError(
-                f"{self.directory / name} is not whole ({error}): was a download cut off? Remove it, and get it "
-                f"again: hf download <repository> --local-dir {self.directory}"
+                f"{self.directory / name} is not whole ({error}): was a download cut off? {self._get_again()}"
             ) from error
 
     def names(self) -> list[str]:

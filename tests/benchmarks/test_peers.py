@@ -86,6 +86,26 @@ def test_failing_peers_are_reported_and_the_others_go_on(recipe, out, jobs, caps
     assert not jobs
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config=nowhere.yaml"], "--config nowhere.yaml: there is no such file"),
+        (["--model.bitz=2"], "model.bitz"),
+        (["--model.path=nowhere", "--model.gguf_file=null"], "nowhere"),
+        (["--model.head_bits=8"], "model.embedding_bits, model.head_bits: peers quantize linears"),
+    ],
+)
+def test_what_a_user_can_mend_is_said_before_anything_is_installed(words, message, recipe, out, jobs, capsys):
+    with pytest.raises(SystemExit) as ended:
+        peers.main([f"--config={recipe}", f"--out={out}", "--bits", "2", *words])
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.err.count("error:") == 1
+    assert "environment" not in said.out
+    assert not jobs
+
+
 def test_a_job_has_the_recipes_linears_tokens_and_steps(recipe, out, jobs):
     shared = [f"--config={recipe}", f"--out={out}", "--bits", "2", "--peers", "llmcompressor"]
     assert peers.main([*shared, "--model.units", "[mlp]", "--seed", "7"]) == 0

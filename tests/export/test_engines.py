@@ -145,6 +145,21 @@ def test_a_packed_head_that_no_target_names(export: Export) -> None:
     assert "lm_head is packed, but no target names it" in problems["vLLM"]
 
 
+def test_layers_that_no_group_of_several_names(export: Export) -> None:
+    def second_group(config: dict[str, Any]) -> None:
+        config["config_groups"]["group_0"]["targets"] = ["re:.*self_attn.*"]
+        config["config_groups"]["group_1"] = {"targets": ["lm_head"], "weights": WEIGHTS, "format": "pack-quantized"}
+        config["ignore"].remove("lm_head")
+
+    export.store(pack_head)
+    export.configure(second_group)
+    assert "model.layers.0.mlp.gate_proj" in export.problems()["vLLM"]
+    with pytest.raises(ValueError, match=r"no config group of .*config\.json names them") as caught:
+        open_checkpoint(export.folder)
+    assert "model.layers.0.mlp.down_proj" in str(caught.value)
+    assert "self_attn" in str(caught.value).partition("There are ")[2]
+
+
 def test_a_scale_too_few_and_a_tensor_that_is_missing(export: Export) -> None:
     def damage(tensors: dict[str, torch.Tensor]) -> None:
         name = "model.layers.0.mlp.down_proj.weight_scale"

@@ -13,7 +13,7 @@ from gsq_module.coverage import check_geometry
 from gsq_module.export.engines import check_engines
 from gsq_module.export.reader import open_checkpoint
 from gsq_module.module import GSQModule
-from gsq_module.streaming.checkpoint import Checkpoint
+from gsq_module.streaming.checkpoint import INDEX_FILE, Checkpoint
 from gsq_module.streaming.tree import meta_model
 
 
@@ -71,6 +71,33 @@ def test_missing_shards_are_named(sharded, tmp_path):
     assert all(file in str(caught.value) for file in gone)
     assert Checkpoint(sharded).files()[0] not in str(caught.value)
     assert "hf download" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ('{"weight_map": {"model.nor', "is cut off or no JSON"),
+        ('["model.norm.weight"]', "has no weight_map"),
+        ('{"metadata": {}}', "has no weight_map"),
+        ('{"weight_map": {"model.norm.weight": 1}}', "has no weight_map"),
+        ('{"weight_map": {}}', "weight_map is empty"),
+    ],
+)
+def test_a_damaged_index_is_named(sharded, tmp_path, content, what):
+    folder = copy_of(sharded, tmp_path / "copy")
+    (folder / INDEX_FILE).write_text(content)
+    with pytest.raises(ValueError, match=rf"{INDEX_FILE}:? {what}.*hf download"):
+        Checkpoint(folder)
+
+
+def test_an_index_of_other_files_is_named(sharded, tmp_path):
+    folder = copy_of(sharded, tmp_path / "copy")
+    index = json.loads((folder / INDEX_FILE).read_text())
+    first = next(iter(index["weight_map"].values()))
+    index["weight_map"] |= {"model.extra.weight": first, "model.extra.bias": first}
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=rf"names 2 tensors .* model\.extra\.weight in {first}"):
+        Checkpoint(folder)
 
 
 def test_folder_without_weights(tmp_path):
