@@ -29,6 +29,15 @@ from gsq_module.streaming.units import (
 )
 from gsq_module.unit_targets import OriginalTargets, Prepare, StreamTargets, cached_targets, stream_target
 
+MASSIVE_SHARE = 0.5
+"""Part of a target's power on one token of each sequence from which on that token decides the fit (SmolLM2: 0.98)."""
+SHORT = 8
+"""Tokens of a sequence up to which one of them is a large part anyway."""
+MASSIVE_NOTE = (
+    "more than half of its target lies on one token of each sequence (massive activations): the fit follows that token."
+    " Next: --model.token_weights inverse_square weighs all tokens alike (another --run_dir)"
+)
+
 
 @dataclass
 class Captured:
@@ -39,10 +48,12 @@ class Captured:
             weights of the tokens' errors where these differ.
         power: Mean square of the training targets, each token with its weight; of the validation rows' where nothing is
             trained.
+        note: That a token of each sequence outweighs all others; empty in the ordinary case.
     """
 
     sources: list[ActivationStore]
     power: float
+    note: str = ""
 
 
 @dataclass
@@ -109,7 +120,8 @@ class BlockPasses:
         sources = [self.stores[name] for name in kept]
         goals = [self._goal(unit)] if from_stream else []
         weights = self._token_weights() if from_stream and self.recipe.token_weights == "inverse_square" else None
-        power = torch.zeros(2, dtype=torch.float64, device=self.model.device)  # of squares, and rows
+        # Means of squares, rows, and what the largest token of each row has of the first.
+        power = torch.zeros(3, dtype=torch.float64, device=self.model.device)
         with self.staging.writer() as writer:
             for rows, hidden, *goal in self._read("quantized", *samples.fitted, others=goals):
                 caught = catch(self.block, self._call(hidden), hidden, unit, with_branch=not from_stream)
@@ -127,7 +139,8 @@ class BlockPasses:
                 if rows.start in samples.train or not samples.train:
                     power[0] += squares.double().mean() * len(target)
                     power[1] += len(target)
-        squares, count = ranks.all_reduce_(power)
+                    power[2] += squares.amax(-1).double().sum() / squares.shape[-1]
+        squares, count, largest = ranks.all_reduce_(power)
         mean = float(squares / count)
         if not mean < float("inf"):
             raise NumericalError(
@@ -137,7 +150,14 @@ class BlockPasses:
             sources += goals
         if weights is not None:
             sources.append(weights)
-        return Captured(sources, max(mean, torch.finfo(torch.float32).tiny))
+        massive = (
+            from_stream
+            and bool(samples.train)
+            and samples.tokens.shape[1] > SHORT
+            and float(largest / squares) > MASSIVE_SHARE
+        )
+        note = MASSIVE_NOTE if massive and weights is None else ""
+        return Captured(sources, max(mean, torch.finfo(torch.float32).tiny), note)
 
     @torch.no_grad()
     def student(self, unit: Unit, sizes: set[int]) -> Branch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,8 @@ from gsq_module.streaming.staging import Staging
 from gsq_module.streaming.units import Unit
 from gsq_module.unit_shards import UnitResult, UnitShards
 
+log = logging.getLogger(__name__)
+
 Refine = Callable[[UnitProblem, UnitSamples, UnitSamples], Outcome]
 
 
@@ -52,6 +55,7 @@ class BlockLoop:
         pin_memory: Whether hidden states in host memory go through pinned buffers.
         indices: Blocks to go through, in order; None for all of the recipe. A rehearsal leaves most of them out.
         snapshots: Where hidden states are kept now and then, so that a resumed run need not begin at the first block.
+        notes_told: Notes on units that the log has; those of many units are told once.
     """
 
     recipe: GSQModule
@@ -67,6 +71,7 @@ class BlockLoop:
     pin_memory: bool = True
     indices: Sequence[int] | None = None
     snapshots: Snapshots | None = None
+    notes_told: set[str] = field(default_factory=set)
 
     @property
     def num_blocks(self) -> int:
@@ -211,6 +216,9 @@ class _BlockStep:
         with clock.stage("capture", self.index, unit.kind):
             captured = passes.capture(unit)
             hessians = passes.hessians(unit) if self.loop.recipe.initializer == "gptq" else {}
+        if captured.note and captured.note not in self.loop.notes_told and ranks.is_first():
+            self.loop.notes_told.add(captured.note)
+            log.warning("%s: %s", unit.name, captured.note)
         with clock.stage("initialize", self.index, unit.kind):
             starts = {path: self._initialize(unit, path, hessians) for path in unit.linears}
         initial = {unit.full_name(path): start.weight for path, start in starts.items()}
@@ -246,7 +254,7 @@ class _BlockStep:
             steps=outcome.steps,
             seconds=outcome.seconds,
             notes={unit.full_name(path): start.note for path, start in starts.items() if start.note}
-            | ({unit.name: outcome.note} if outcome.note else {}),
+            | ({unit.name: "; ".join(remarks)} if (remarks := [*filter(None, (captured.note, outcome.note))]) else {}),
         )
         return result, outcome.weights
 

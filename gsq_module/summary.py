@@ -129,6 +129,15 @@ def around_the_units(summary: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def names_by_note(units: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """What was remarked on units of the summary, and on which modules: many have the same said of them."""
+    names: dict[str, list[str]] = {}
+    for unit in units:
+        for name, note in unit["notes"].items():
+            names.setdefault(note, []).append(name)
+    return names
+
+
 def print_summary(summary: Mapping[str, Any], console: Console | None = None) -> None:
     """The summary as tables."""
     console = console or Console()
@@ -155,9 +164,9 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
         )
     for line in around_the_units(summary):
         console.print(line)
-    notes = {name: note for unit in [*units, *summary["outer"]] for name, note in unit["notes"].items()}
-    for name, note in notes.items():
-        console.print(f"  {name}: {note}")
+    for note, names in names_by_note([*units, *summary["outer"]]).items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        console.print(f"  {names[0]}{more}: {note}")
     coverage = summary["coverage"]
     console.print(f"quantized: {coverage['quantized_fraction']:.1%} of the parameters; in float:")
     for reason, count in coverage["float_parameters"].items():

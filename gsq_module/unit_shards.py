@@ -38,7 +38,8 @@ class UnitResult:
         codes_changed: Fraction of codes that differ from the initial ones.
         steps: Optimizer steps.
         seconds: Of refinement.
-        notes: By linear: why it was rounded to nearest, or what damping it took. By unit: that it was tried again.
+        notes: By linear: why it was rounded to nearest, or what damping it took. By unit: that it was tried again, or
+            that one token of each sequence decides its fit.
     """
 
     block: int

@@ -11,7 +11,7 @@ from gsq_module.atomic import write_atomically
 from gsq_module.memory.statistics import format_bytes
 from gsq_module.report import plots
 from gsq_module.report.record import Record
-from gsq_module.summary import TABLES, around_the_units
+from gsq_module.summary import TABLES, around_the_units, names_by_note
 
 PICTURES = {
     "errors": (plots.errors, "Error by block", "No unit was quantized."),
@@ -81,7 +81,9 @@ img { max-width: 100%; } .none { color: #777; font-style: italic; } .prompt { co
 </table>
 {% if notes %}
 <table><caption>Notes</caption>
-{% for name, note in notes.items() %}<tr><td>{{ name }}</td><td>{{ note }}</td></tr>{% endfor %}
+{% for note, names in notes.items() %}
+<tr><td>{% for name in names %}{{ name }}<br>{% endfor %}</td><td>{{ note }}</td></tr>
+{% endfor %}
 </table>
 {% endif %}
 </section>
@@ -151,7 +153,7 @@ def write_page(run_dir: Path, record: Record, drawn: dict[str, bytes]) -> Path:
         pictures=pictures,
         coverage=summary["coverage"],
         quantized=f"{summary['coverage']['quantized_fraction']:.1%}",
-        notes={name: note for unit in [*summary["units"], *summary["outer"]] for name, note in unit["notes"].items()},
+        notes=names_by_note([*summary["units"], *summary["outer"]]),
         continuations=summary["continuations"],
     )
     target = run_dir / "report" / "index.html"

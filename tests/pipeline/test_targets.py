@@ -137,6 +137,50 @@ def test_targets_by_other_means(target, targets, tmp_path):
         put(quantized, entry.problem.initial)
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, True),
+        ({"token_weights": "inverse_square"}, False),  # the remedy
+        ({"target": "original_unit"}, False),  # has no remedy
+    ],
+    ids=["uniform", "inverse_square", "original_unit"],
+)
+def test_a_token_that_outweighs_all_others_is_told_once(settings, told, tmp_path, caplog):
+    """Massive activations: the first token's input to the MLP is one large number, which its output has the cube of."""
+    model = family("llama", num_hidden_layers=2)
+    rows = tokens(TRAIN + VALIDATION + GPTQ, SEQ_LEN)
+    rows[:, 0] = rows[0, 0]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[rows[0, 0]] = 0.0
+        model.model.embed_tokens.weight[rows[0, 0], 0] = 100.0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= 0.0
+            layer.mlp.gate_proj.weight[:, 0] *= 50.0
+            layer.mlp.up_proj.weight[:, 0] *= 50.0
+    streamed = open_streamed(save(model, tmp_path / "checkpoint"))
+    recipe = GSQModule("unused", group_size=32, units=["mlp"], **settings)
+    samples = Samples.of(*rows.split([TRAIN, VALIDATION, GPTQ]))
+    loop = BlockLoop(recipe, streamed, samples, BATCH, {1, BATCH}, StageClock(CPU), tmp_path / "s", recipe.target, 0)
+    shards = UnitShards(tmp_path / "units", recipe.grid)
+    results = loop.run(shards, lambda problem, *samples: Outcome(problem.initial, 1.0, None, 0.0, 0, 0.0))
+    notes = [result.notes.get(result.name, "") for result in results]
+    assert all(("--model.token_weights inverse_square" in note) is told for note in notes), notes
+    logged = [record.message for record in caplog.records if "massive activations" in record.message]
+    assert [message.split(":")[0] for message in logged] == (["model.layers.0.mlp"] if told else [])
+
+
+def test_ordinary_activations_are_not_called_massive(tmp_path):
+    model = family("llama", num_hidden_layers=1)
+    streamed = open_streamed(save(model, tmp_path / "checkpoint"))
+    rows = tokens(TRAIN + VALIDATION + GPTQ, SEQ_LEN)
+    samples = Samples.of(*rows.split([TRAIN, VALIDATION, GPTQ]))
+    recipe = GSQModule("unused", group_size=32)
+    loop = BlockLoop(recipe, streamed, samples, BATCH, {1, BATCH}, StageClock(CPU), tmp_path / "s", recipe.target, 0)
+    for result in loop.run(UnitShards(tmp_path / "units", recipe.grid), Spy()):
+        assert result.name not in result.notes
+
+
 @pytest.mark.parametrize("targets", ["cached", "recomputed"])
 def test_token_weights_are_the_inverse_mean_square_of_the_original_stream(targets, tmp_path):
     """And a unit's relative error is the weighted one, by its definition; uniform weights give another."""
